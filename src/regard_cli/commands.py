@@ -176,7 +176,11 @@ def predict(
     system: Annotated[str | None, typer.Option(help="System message of a chat.", rich_help_panel=WRITE)] = None,
     language: Annotated[
         str | None,
-        typer.Option(help="Language of the speech, such as en.", rich_help_panel=HEAR, show_default="detected"),
+        typer.Option(
+            help="Language of the speech, such as en; for M2M100, NLLB and mBART that of the output.",
+            rich_help_panel=HEAR,
+            show_default="detected",
+        ),
     ] = None,
     translate: Annotated[
         bool | None, typer.Option("--translate", help="Translate speech to English.", rich_help_panel=HEAR)

@@ -43,6 +43,21 @@ def test_a_text_is_translated_as_by_transformers(case: str, tmp_path: Path) -> N
     assert prediction.output == open_model(tmp_path).tokenizer.decode(kept)
 
 
+def test_the_language_of_a_translation(tmp_path: Path) -> None:
+    save_checkpoint(tmp_path, "m2m100", pairs=False)
+    predictor = open_model(tmp_path)
+    with pytest.raises(UserError, match="writes many languages; name one with --language"):
+        predict(predictor, "the cat sat")
+    with pytest.raises(UserError, match="has no language 'xx'"):
+        predict(predictor, "the cat sat", language="xx")
+    prediction, stop = predict(predictor, "the cat sat", language="red", max_new_tokens=5), predictor.model.config.stop
+    ids = torch.tensor([[5, 6, 7, stop]])
+    expected = their_model("m2m100").generate(
+        ids, attention_mask=torch.ones_like(ids), do_sample=False, num_beams=1, max_new_tokens=6, forced_bos_token_id=20
+    )[0, 2:]
+    assert prediction.output == predictor.tokenizer.decode([token for token in expected.tolist() if token != stop])
+
+
 @pytest.fixture
 def picture(tmp_path: Path) -> Path:
     pixels = np.random.default_rng(0).integers(0, 256, (40, 60, 3), np.uint8)

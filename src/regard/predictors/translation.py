@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
+from dataclasses import replace
 from typing import Any, ClassVar
 
 import numpy as np
@@ -11,19 +12,20 @@ from regard.data.readers import Row
 from regard.errors import BadRows, UserError
 from regard.field_types import check_value
 from regard.predictors.checkpoint import GENERATION, Checkpoint, as_user_errors
-from regard.predictors.predictor import Predictor
+from regard.predictors.predictor import PredictOptions, Predictor
 from regard.training import metrics
 from regard.training.seq2seq import generate_targets
 from regard.training.task import Metrics, Prediction
 
 MAX_NEW_TOKENS = 256
+MULTILINGUAL = ("m2m_100", "mbart")  # the first token of a target is its language
 
 
 class Translator(Predictor):
     """Translates texts; T5 and others expect a prefix such as "translate English to German: "."""
 
     kind: ClassVar[str] = "an encoder-decoder of texts"
-    accepts: ClassVar[tuple[str, ...]] = ("max_new_tokens",)
+    accepts: ClassVar[tuple[str, ...]] = ("max_new_tokens", "language")
     columns = ("source", "target")
     examines = "text"
 
@@ -34,6 +36,20 @@ class Translator(Predictor):
         with as_user_errors(self.name):
             check_value("num_beams", given, int)
         self.beam = min(max(1, given), 64)
+
+    def configure(self, options: PredictOptions) -> None:
+        super().configure(options)
+        languages, config = self.checkpoint.config.get("model_type") in MULTILINGUAL, self.model.config
+        if options.language is not None:
+            names = (options.language, f"__{options.language}__")
+            token = next((found for name in names if (found := self.tokenizer.token_to_id(name)) is not None), None)
+            if not languages or token is None:
+                raise UserError(
+                    f"--language: {self.name} has no language {options.language!r}; leave it out, or see its card"
+                )
+            self.model.config = replace(config, prompt=(token,))
+        elif languages and not config.prompt:
+            raise UserError(f"{self.name}: writes many languages; name one with --language, such as fr or fra_Latn")
 
     def predict(self, rows: Sequence[Row], bad: BadRows) -> Iterator[Prediction]:
         stop, config = self.model.config.stop, self.model.config

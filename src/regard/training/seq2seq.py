@@ -135,11 +135,13 @@ def generate_targets(
 @torch.no_grad()
 def sequence_probabilities(model: Transformer, source: Packed, targets: Sequence[Tensor]) -> list[float]:
     """Geometric mean of the token probabilities of each target, including the end token."""
+    config = model.config
     start, stop = (
-        torch.tensor([token], device=source.values.device) for token in (model.config.start, model.config.stop)
+        torch.tensor(tokens, device=source.values.device) for tokens in ([config.start, *config.prompt], [config.stop])
     )
     before = [torch.cat((start, ids)) for ids in targets]
     logits = model(source, Packed(torch.cat(before), tuple(map(len, before)))).values
-    after = torch.cat([torch.cat((ids, stop)) for ids in targets])
+    after = torch.cat([torch.cat((start[1:], ids, stop)) for ids in targets])
     log_probabilities = -F.cross_entropy(logits.float(), after, reduction="none")
-    return [float(part.mean().exp()) for part in log_probabilities.split([len(ids) for ids in before])]
+    parts = log_probabilities.split([len(ids) for ids in before])
+    return [float(part[len(config.prompt) :].mean().exp()) for part in parts]  # the prompt is not predicted
