@@ -32,6 +32,15 @@ KNOWN: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {  # content of config
         {"windows": (None, 64, 64) * 7 + (None,), "pooling": "mean", "norm": "layer_no_bias", "gated": True,
          "layer_rotary": (rg.nn.Rotary(160000.0), *(rg.nn.Rotary(10000.0),) * 2) * 7 + (rg.nn.Rotary(160000.0),)},
     ),
+    "deberta-v3-base": (
+        {"model_type": "deberta-v2", "attention_probs_dropout_prob": 0.1, "hidden_act": "gelu",
+         "hidden_dropout_prob": 0.1, "hidden_size": 768, "intermediate_size": 3072, "layer_norm_eps": 1e-07,
+         "max_position_embeddings": 512, "max_relative_positions": -1, "norm_rel_ebd": "layer_norm",
+         "num_attention_heads": 12, "num_hidden_layers": 12, "pooler_dropout": 0, "pooler_hidden_act": "gelu",
+         "pos_att_type": "p2c|c2p", "position_biased_input": False, "position_buckets": 256,
+         "relative_attention": True, "share_att_key": True, "type_vocab_size": 0, "vocab_size": 128100},
+        {"disentangled": 256, "max_distance": 512, "segments": 0, "head_activation": "gelu"},
+    ),
     "gpt2": (
         {"model_type": "gpt2", "activation_function": "gelu_new", "attn_pdrop": 0.1, "embd_pdrop": 0.1, "n_ctx": 1024,
          "layer_norm_epsilon": 1e-05, "n_embd": 768, "n_head": 12, "n_layer": 12, "n_positions": 1024,

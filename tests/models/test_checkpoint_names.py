@@ -57,6 +57,12 @@ def test_a_tied_tensor_may_be_stored_under_both_names_if_equal(tmp_path: Path) -
         ("bert", {"model_type": "mamba"}, "model_type = 'mamba' is not supported; .*supported: bert"),
         ("bert", {"hidden_size": None}, "must contain hidden_size"),
         ("mpnet", {"relative_attention_num_buckets": 16}, "relative_attention_num_buckets"),
+        ("deberta", {"share_att_key": False}, "DeBERTa without share_att_key is not supported"),
+        ("deberta", {"pos_att_type": "c2p", "norm_rel_ebd": None}, "pos_att_type = c2p|p2c, norm_rel_ebd"),
+        ("deberta", {"position_buckets": 8}, "position_buckets = 8 must be below the 8"),
+        ("deberta", {"position_buckets": 1}, "span must be at least 2"),
+        ("deberta", {"conv_kernel_size": 3}, "conv_kernel_size"),
+        ("deberta", {"embedding_size": 16}, "embedding_size = hidden_size"),
         ("modernbert-mlm", {"decoder_bias": False}, "decoder_bias"),
         ("albert", {"inner_group_num": 2}, "inner_group_num"),
         ("gpt2", {"scale_attn_by_inverse_layer_idx": True}, "scale_attn_by_inverse_layer_idx"),
@@ -119,6 +125,21 @@ def test_bert_with_the_names_of_the_first_release_loads(tmp_path: Path) -> None:
         return old | extra | {"cls.predictions.decoder.bias": tensors["cls.predictions.bias"].clone()}
 
     rewrite(tmp_path, to_older_names)
+    same(rg.load(tmp_path), expected)
+
+
+def test_deberta_with_the_newer_names_of_its_head_loads(tmp_path: Path) -> None:
+    t.save_their_model("deberta-mlm", tmp_path)
+    expected, old = rg.load(tmp_path), "cls.predictions."
+
+    def to_newer_names(tensors: dict[str, Tensor]) -> dict[str, Tensor]:
+        new = {name.replace(f"{old}transform.", old).replace(old, "lm_predictions.lm_head."): x
+               for name, x in tensors.items()}  # fmt: skip
+        return {name: x for name, x in new.items() if "decoder" not in name}
+
+    rewrite(tmp_path, to_newer_names)
+    assert "lm_predictions.lm_head.dense.weight" in load_file(tmp_path / "model.safetensors")
+    edit(tmp_path, legacy=False)
     same(rg.load(tmp_path), expected)
 
 

@@ -152,7 +152,7 @@ def test_pooling_and_normalisation_are_read_from_the_folder(pooling: dict[str, A
     assert rg.load(tmp_path / "ours").config == model.config
 
 
-@pytest.mark.parametrize("case", ["mpnet", "modernbert", "xlm-roberta"])
+@pytest.mark.parametrize("case", ["mpnet", "modernbert", "xlm-roberta", "deberta"])
 def test_embedders_of_other_families_load(case: str, tmp_path: Path) -> None:
     place = small_folder(tmp_path / "theirs", ["Transformer", "Pooling", "Normalize"], {"pooling_mode": "mean"}, case)
     said = json.loads((place / "config.json").read_text())

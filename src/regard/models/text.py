@@ -25,15 +25,19 @@ from regard.nn import (
     FeedForward,
     First,
     GatedFeedForward,
+    LayerContext,
     Max,
     Mean,
     MultiHeadAttention,
     Packed,
     RelativeBias,
+    RelativeEmbedding,
     Rotary,
+    key_mask,
     linear,
 )
 from regard.nn.dropout import dropout
+from regard.scores import Dot
 
 POOLINGS: dict[str, Callable[[int], nn.Module]] = {
     "mean": lambda d_model: Mean(),
@@ -52,6 +56,8 @@ class TextConfig:
         RoBERTa).
     rotary: rotary embedding of q and k instead of a table. layer_rotary: rotary embeddings, cycled over the layers.
     buckets, max_distance: of a relative position bias shared by all layers, as in T5 (MPNet); 0 for none.
+    disentangled: `span` of an `nn.RelativeEmbedding` with the same `max_distance`, instead of a table (DeBERTa); 0 for
+        none.
     windows: how many tokens on each side a token attends to, cycled over the layers; None is no limit.
     causal: whether tokens attend to earlier tokens only (CLIP).
     segments: number of segment types, 0 for none. d_embedding: width of the embeddings, d_model by default (ALBERT).
@@ -82,6 +88,7 @@ class TextConfig:
     layer_rotary: tuple[Rotary | None, ...] = per_layer(())
     buckets: int = optional_count(0)
     max_distance: int = 128
+    disentangled: int = optional_count(0)
     windows: tuple[int | None, ...] = per_layer(())
     causal: bool = False
     segments: int = optional_count(2)
@@ -135,7 +142,7 @@ class TextEncoder(nn.Module):
         d_embedding = config.d_embedding or config.d_model
         norm = norm_factory(config.norm, config.eps)
         self.embedding = make_embedding(config.vocabulary, d_embedding)
-        learned_positions = config.rotary is None and not config.layer_rotary
+        learned_positions = config.rotary is None and not config.layer_rotary and not config.disentangled
         self.position = make_embedding(config.positions, d_embedding) if learned_positions else None
         self.segment = make_embedding(config.segments, d_embedding) if config.segments else None
         self.embedding_norm = norm(d_embedding) if config.embedding_norm else None
@@ -148,6 +155,11 @@ class TextEncoder(nn.Module):
             norm=None if config.arrangement == "post" else norm(config.d_model),
             bias=RelativeBias(config.heads, buckets=config.buckets, max_distance=config.max_distance)
             if config.buckets else None,
+            relative=RelativeEmbedding(
+                config.d_model, span=config.disentangled, max_distance=config.max_distance, norm=norm
+            )
+            if config.disentangled
+            else None,
             repeat=config.layers // distinct,
         )  # fmt: skip
 
@@ -171,7 +183,11 @@ class TextEncoder(nn.Module):
         x = x if self.embedding_norm is None else self.embedding_norm(x)
         if self.config.dropout and self.training:
             x = dropout(x, self.config.dropout)
-        return self.stack(x if self.project is None else self.project(x), context=rows.context)
+        x = x if self.project is None else self.project(x)
+        if self.config.disentangled and rows.packed is not None:  # its bias would grow with the square of all tokens
+            padded, mask = rows.packed.with_values(x.flatten(0, 1)).padded()
+            return self.stack(padded, context=LayerContext(key_mask(mask, padded)))[mask].view(x.shape)
+        return self.stack(x, context=rows.context)
 
     def _table_rows(self, rows: ModelInputs) -> Tensor:
         """Return the rows of the position table for prepared ids (B, N)."""
@@ -191,7 +207,11 @@ def _build_blocks(config: TextConfig, count: int, norm: Callable[[int], nn.Modul
     sizes = cycle(config.windows or (None,), count)
     rotaries = cycle(config.layer_rotary or (config.rotary,), count)
     # Layers with the same window share one description and its plans.
-    attends = {size: Attention(mask=_build_mask(config, size), dropout=attention_dropout(config)) for size in {*sizes}}
+    # Disentangled attention sums three products.
+    score = Dot((3 * config.d_model // config.heads) ** -0.5 if config.disentangled else None)
+    attends = {
+        size: Attention(score, _build_mask(config, size), dropout=attention_dropout(config)) for size in {*sizes}
+    }
     activation = choose("activation", config.activation, ACTIVATIONS)
     feedforward = GatedFeedForward if config.gated else FeedForward
 

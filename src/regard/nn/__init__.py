@@ -17,7 +17,7 @@ from regard.nn.pooling import AttentionPooling, First, Last, Max, Mean
 from regard.nn.recurrent import RecurrentCache
 from regard.nn.rotary import Rotary
 from regard.nn.sets import CrossBlock, InducedBlock, ProbePooling, SeedPooling
-from regard.nn.stacks import Decoder, DecoderCache, Encoder, RelativeBias
+from regard.nn.stacks import Decoder, DecoderCache, Encoder, RelativeBias, RelativeEmbedding
 
 __all__ = [
     "ACTIVATIONS",
@@ -55,6 +55,7 @@ __all__ = [
     "RecurrentCache",
     "ProbePooling",
     "RelativeBias",
+    "RelativeEmbedding",
     "Residual",
     "Retention",
     "Rotary",

@@ -13,10 +13,10 @@ from regard.engines.packed_linear import project
 from regard.masks import Mask
 from regard.nn.cache import Cache, CrossCache, WindowCache
 from regard.nn.cached_attention import ignores_query_position, max_lookback, shift_to_cache
-from regard.nn.context import LayerContext, check_not_in_context
+from regard.nn.context import LayerContext, RelativePositions, check_not_in_context
 from regard.nn.rotary import Rotary
-from regard.positions import Bias
-from regard.scores import Additive, Modified
+from regard.positions import Bias, dense_bias
+from regard.scores import Additive, Dot, Modified
 from regard.sharding import current_sharding
 
 
@@ -160,7 +160,9 @@ class MultiHeadAttention(nn.Module):
             k, v = self._key_value(x if source is None else source, context)
             k = self._rotate(k, context, start, of_source=source is not None)
         q, k, v = q.transpose(1, 2), k.transpose(1, 2), v.transpose(1, 2)
-        if cache is None:
+        if context.relative is not None:
+            attend = self._add_relative(context.combine(self.attend), q, k, context.relative, source, cache)
+        elif cache is None:
             attend = context.combine(self.attend)
         else:
             k, v = cache.append(k, v)
@@ -202,6 +204,29 @@ class MultiHeadAttention(nn.Module):
         if self.rotary is None:
             return x
         return self.rotary(x, context.table(self.rotary, self.d_head, x, start=start, of_source=of_source))
+
+    def _add_relative(
+        self, attend: Attention, q: Tensor, k: Tensor, relative: RelativePositions, source: Tensor | None,
+        cache: Cache | None,
+    ) -> Attention:  # fmt: skip
+        """Return `attend` with the bias of disentangled attention, for q and k (B, H, N, D)."""
+        score = attend.score
+        if source is not None or cache is not None or self.heads != self.kv_heads or current_sharding() is not None:
+            raise ValueError(
+                "disentangled attention is self-attention with equally many heads of queries and keys, without a cache "
+                "and without sharding"
+            )
+        if not isinstance(score, Dot) or score.softcap is not None:
+            raise ValueError(f"disentangled attention needs the score Dot() without a softcap, got {score!r}")
+        projected = project(relative.vectors, self.qkv.weight, self.qkv.bias, rows=(0, sum(self.widths[:2])))
+        query, key = projected.unflatten(-1, (2, self.heads, self.d_head)).permute(1, 2, 0, 3)  # (H, R, D) each
+        rows = relative.rows.expand(*q.shape[:2], -1, -1)  # (B, H, N, N)
+        to_positions = (q @ key.mT).gather(-1, rows)
+        from_positions = (k @ query.mT).gather(-1, rows.mT).mT
+        scale = score.scale_for(self.d_head)
+        scale = scale[:, None, None] if isinstance(scale, Tensor) and scale.dim() else scale
+        bias = dense_bias((to_positions + from_positions) * scale)
+        return attend.replace(bias=bias if attend.bias is None else attend.bias + bias)
 
     def _cross_attend(self, x: Tensor, source: Tensor | None, context: LayerContext, cross_cache: CrossCache) -> Tensor:
         """Cross-attention to cached keys and values; the rows of x are the beams of each source."""

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from copy import copy
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -17,6 +18,17 @@ from regard.positions.biases import dense_bias
 from regard.sharding import current_sharding
 
 
+class RelativePositions(NamedTuple):
+    """Vectors of relative positions, and the one that belongs to each query and key of self-attention.
+
+    A layer projects the vectors p like its inputs, and adds q_i · key(p) + k_j · query(p) with p = vectors[rows[i, j]]
+    to the scores before they are scaled.
+    """
+
+    vectors: Tensor  # (R, d_model)
+    rows: Tensor  # (N, N): indices of vectors
+
+
 class LayerContext:
     """Mask, bias and positions of one forward call. A stack builds one and passes it to every layer.
 
@@ -26,6 +38,7 @@ class LayerContext:
         of the cache. In self-attention they are the key positions too; `key_positions` are those of a source.
     left_padding: number of padding tokens at the front of each batch row, (B,), for prompts of different lengths.
     query_position, key_position: added to the inputs of the query and key projections, but not to the values (DETR).
+    relative: vectors of relative positions, for disentangled attention (DeBERTa); see `RelativePositions`.
 
     When sequences are sharded across processes, mask and bias describe the full sequence; `to_local` takes the local
     shard of the rest, and `is_local` is True once that has been done.
@@ -41,6 +54,7 @@ class LayerContext:
         left_padding: Tensor | None = None,
         query_position: Tensor | None = None,
         key_position: Tensor | None = None,
+        relative: RelativePositions | None = None,
     ) -> None:
         self.mask = dense(mask) if isinstance(mask, Tensor) else mask
         self.bias = dense_bias(bias) if isinstance(bias, Tensor) else bias
@@ -49,7 +63,7 @@ class LayerContext:
             left_padding,
             0 if left_padding is None else int(left_padding.max()),
         )
-        self.query_position, self.key_position = query_position, key_position
+        self.query_position, self.key_position, self.relative = query_position, key_position, relative
         self.is_local = False
         self._combined: dict[tuple[Attention, bool, bool], Attention] = {}
         self._tables: dict[tuple, Table] = {}
@@ -86,6 +100,12 @@ class LayerContext:
         """Return a copy with `bias` added."""
         other = copy(self)
         other.bias, other._combined = bias if self.bias is None else self.bias + bias, {}
+        return other
+
+    def with_relative(self, relative: RelativePositions) -> LayerContext:
+        """Return a copy with vectors of relative positions."""
+        other = copy(self)
+        other.relative = relative
         return other
 
     def with_positions(self, positions: Tensor) -> LayerContext:

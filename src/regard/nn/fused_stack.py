@@ -99,7 +99,10 @@ class StackPlan:
         if any(part is not None for part in separate) or attention.d_value != attention.d_head:
             raise _Unsupported
         norms: list[Any] = [residual.norm for residual in residuals]
-        if len({(type(norm), norm.eps) for norm in norms}) != 1 or type(norms[0]) not in (nn.LayerNorm, nn.RMSNorm):
+        if len({(type(norm), getattr(norm, "eps", None)) for norm in norms}) != 1 or type(norms[0]) not in (
+            nn.LayerNorm,
+            nn.RMSNorm,
+        ):
             raise _Unsupported
         d_model, rms = attention.output.out_features, type(norms[0]) is nn.RMSNorm
         if any(norm.normalized_shape != (d_model,) or norm.weight is None for norm in norms):
@@ -248,7 +251,7 @@ def run_fused(
         return None
     if OBSERVERS.get() or INTERVENTION.get() is not None or current_sharding() is not None:
         return None
-    if context.query_position is not None or context.key_position is not None:
+    if any(part is not None for part in (context.query_position, context.key_position, context.relative)):
         return None
     plan = _PLANS.get(stack)
     if plan is None or not plan.is_current():

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -13,7 +13,7 @@ from torch.utils.checkpoint import checkpoint
 from regard.masks import Mask
 from regard.nn.blocks import Block
 from regard.nn.cache import CrossCache
-from regard.nn.context import LayerContext, check_not_in_context
+from regard.nn.context import LayerContext, RelativePositions, check_not_in_context
 from regard.nn.fused_stack import run_fused
 from regard.nn.recurrent import LayerCache
 from regard.positions import Bias, t5
@@ -37,11 +37,49 @@ class RelativeBias(nn.Module):
         return t5(self.table, bidirectional=self.bidirectional, max_distance=self.max_distance)
 
 
+class RelativeEmbedding(nn.Module):
+    """DeBERTa's vectors of relative positions: 2 * span rows, normalised, for all layers of a stack.
+
+    The vector of query i and key j is that of the distance i - j. Distances up to span / 2 have their own vectors, and
+    larger ones up to `max_distance` share them on a logarithmic scale; unless max_distance is above span, distances
+    are clipped. Vectors start from N(0, 1 / d_model). span is at least 2.
+
+    >>> import regard as rg, torch
+    >>> rg.nn.RelativeEmbedding(16, span=4, max_distance=4)(3).rows
+    tensor([[4, 3, 2],
+            [5, 4, 3],
+            [6, 5, 4]])
+    """
+
+    def __init__(
+        self, d_model: int, *, span: int, max_distance: int, norm: Callable[[int], nn.Module] = nn.LayerNorm
+    ) -> None:
+        super().__init__()
+        if span < 2:
+            raise ValueError(f"span must be at least 2, got {span}")
+        self.table, self.norm = nn.Parameter(torch.randn(2 * span, d_model) / math.sqrt(d_model)), norm(d_model)
+        self.span, self.max_distance = span, max_distance
+
+    def forward(self, length: int) -> RelativePositions:
+        """Return the vectors and their rows for self-attention of `length` tokens."""
+        indices = torch.arange(length, device=self.table.device)
+        distances = indices[:, None] - indices
+        if self.max_distance > self.span:
+            middle = self.span // 2
+            # in float32, as DeBERTa was trained: a distance on the edge of two vectors must take the same one
+            largest = torch.tensor((self.max_distance - 1) / middle, dtype=torch.float32, device=distances.device)
+            share = torch.log(distances.abs().clamp(min=1).float() / middle) / torch.log(largest)
+            far = (torch.ceil(share * (middle - 1)) + middle).long() * distances.sign()
+            distances = torch.where(distances.abs() <= middle, distances, far)
+        return RelativePositions(self.norm(self.table), (distances + self.span).clamp(0, 2 * self.span - 1))
+
+
 class Encoder(nn.Module):
     """A stack of blocks with an optional final norm. A decoder-only model is an encoder with causal blocks.
 
     layers: the blocks; each runs `repeat` times before the next one (ALBERT runs a single layer twelve times).
     norm: applied to the output of the last block. bias: a module that returns one bias for all layers.
+    relative: a module that returns the `RelativePositions` of a length, such as `RelativeEmbedding`.
     checkpointing: in training, keep only the inputs of blocks and recompute the rest in backward.
 
     Unless a norm follows the residual sum, the initial outputs of the sublayers are divided by the square root of
@@ -63,11 +101,12 @@ class Encoder(nn.Module):
         *,
         norm: nn.Module | None = None,
         bias: nn.Module | None = None,
+        relative: nn.Module | None = None,
         repeat: int = 1,
         checkpointing: bool = False,
     ) -> None:
         super().__init__()
-        self.layers, self.norm, self.bias = nn.ModuleList(layers), norm, bias
+        self.layers, self.norm, self.bias, self.relative = nn.ModuleList(layers), norm, bias, relative
         self.repeat, self.checkpointing = repeat, checkpointing
         if self.layers:
             self._scale_outputs()
@@ -100,6 +139,8 @@ class Encoder(nn.Module):
             x, context = sharding.to_local(x, 1), context.to_local()
         if self.bias is not None:
             context = context.with_bias(self.bias())
+        if self.relative is not None:
+            context = context.with_relative(self.relative(x.shape[1]))
         recompute = self._recomputes(cache)
         compiling = torch.compiler.is_compiling()
         fused = None if compiling else run_fused(self, lambda: list(self._runs()), x, context, cache)
@@ -202,6 +243,8 @@ class Decoder(Encoder):
             source = None if source is None else sharding.to_local(source, 1)
         if self.bias is not None:
             context = context.with_bias(self.bias())
+        if self.relative is not None:
+            context = context.with_relative(self.relative(x.shape[1]))
         recompute = self._recomputes(None if cache is None else cache.self_attention)
         for n, layer in enumerate(self._runs()):
             if recompute:
