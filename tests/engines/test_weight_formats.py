@@ -154,3 +154,12 @@ def test_gradients_are_those_of_the_rounded_weight():
     F.linear(y, plain).square().sum().backward()
     torch.testing.assert_close(x.grad, y.grad)
     torch.testing.assert_close(weight.grad, plain.grad)
+
+
+@pytest.mark.parametrize("K", [64, 70])
+def test_weights_of_sixteen_steps_are_found_again(K):
+    weight = with_minimum(random(8, K)).dequantize()
+    found = quantize(weight, "int4")
+    assert found.format == "int4_minimum"
+    assert (found.dequantize() - weight).abs().max() < 1e-3
+    assert quantize(random(8, K), "int4").format == "int4"

@@ -14,6 +14,7 @@ FORMATS = {"float32": 0, "bfloat16": 1, "int8": 2, "int4": 3, "int4_minimum": 4}
 BYTES = {"float32": 4, "bfloat16": 2, "int8": 34 / 32, "int4": 18 / 32, "int4_minimum": 20 / 32}  # per number
 CHOICES = ("float32", "bfloat16", "int8", "int4")  # formats that a float32 weight can be converted to
 _INT4_STEPS = 24  # scales tried per group
+_MINIMUM_GAIN = 0.7  # share of the symmetric error below which a minimum per group is worth its bytes
 _CHUNK = 1 << 22  # numbers quantised at a time
 
 
@@ -56,14 +57,33 @@ def quantize(weight: Tensor, format: str) -> Quantized:
 
     Scales are float16 numbers times one power of two per weight: groups whose numbers are all below 2^-28 of the
     largest number of the weight lose digits, and those below 2^-38 become 0. For int4 the scale of a group is the best
-    of several in the sum of squared differences.
+    of several in the sum of squared differences, and a weight whose groups are far from symmetric gets a minimum per
+    group as well ("int4_minimum").
     """
     largest = float(weight.abs().max()) if weight.numel() else 0.0
     # The scales of all groups are below 2^15 units, and a unit is a normal number.
-    unit = 2.0 ** max(math.frexp(largest)[1] - 16, -126) if largest else 1.0
-    rows = max(1, _CHUNK // weight.shape[1])
-    parts = [_quantize_rows(part, format, unit) for part in weight.detach().split(rows)]
-    return Quantized(format, torch.cat([numbers for numbers, _ in parts]), torch.cat([scale for _, scale in parts]))
+    exponent = max(math.frexp(largest)[1] if largest else 0, -110)
+    parts = weight.detach().split(max(1, _CHUNK // weight.shape[1]))
+    symmetric = _join(format, [_quantize_rows(part, format, 2.0 ** (exponent - 16)) for part in parts])
+    if format != "int4":
+        return symmetric
+    shifted = _join("int4_minimum", [_shift_rows(part, 2.0 ** (exponent - 15)) for part in parts])
+    errors = [(each.dequantize() - weight).square().sum(dtype=torch.float64) for each in (shifted, symmetric)]
+    return shifted if errors[0] < _MINIMUM_GAIN * errors[1] else symmetric
+
+
+def _join(format: str, parts: list[tuple[Tensor, ...]]) -> Quantized:
+    return Quantized(format, *map(torch.cat, zip(*parts, strict=True)))
+
+
+def _shift_rows(weight: Tensor, unit: float) -> tuple[Tensor, Tensor, Tensor]:
+    """Quantise to 16 steps from the least to the largest number of each group."""
+    K = weight.shape[1]
+    groups = F.pad(weight / unit, (0, -K % GROUP), mode="replicate").unflatten(-1, (-1, GROUP))
+    minimum = groups.amin(-1, keepdim=True).half().float()
+    scale = ((groups.amax(-1, keepdim=True) - minimum) / 15).half().float()
+    numbers = torch.where(scale == 0, 0.0, (groups - minimum) / scale).round().clamp(0, 15)
+    return numbers.flatten(-2)[:, :K].to(torch.uint8), scale.squeeze(-1) * unit, minimum.squeeze(-1) * unit
 
 
 def _quantize_rows(weight: Tensor, format: str, unit: float) -> tuple[Tensor, Tensor]:

@@ -53,13 +53,15 @@ def freeze(model: nn.Module, *, weights: str | None = None) -> dict[str, str]:
     try:
         for name, module in _projections(model):
             weight = module._parameters["weight"]
-            if weight is None or (isinstance(weight, PackedWeight) and weights in (None, _choice(weight))):
+            # Every token is an embedding, so that its error is in all of them: not below int8.
+            wanted = "int8" if weights == "int4" and type(module) is nn.Embedding else weights
+            if weight is None or (isinstance(weight, PackedWeight) and wanted in (None, _choice(weight))):
                 continue
             plain = weight.unpack() if isinstance(weight, PackedWeight) else weight
-            if reason := why_not(plain, weights or "float32"):
+            if reason := why_not(plain, wanted or "float32"):
                 unpacked[name] = reason
             else:
-                _swap(name, weight, PackedWeight.pack(plain, weights or "float32"))
+                _swap(name, weight, PackedWeight.pack(plain, wanted or "float32"))
     except RuntimeError:
         _thaw(model)
         raise
