@@ -88,6 +88,8 @@ def test_a_tied_tensor_may_be_stored_under_both_names_if_equal(tmp_path: Path) -
         ("gemma3", {"use_bidirectional_attention": True}, "use_bidirectional_attention"),
         ("gemma3", {"attn_logit_softcapping": 5.0}, "attn_logit_softcapping"),
         ("gpt-oss", {"swiglu_alpha": 1.0}, "swiglu_alpha"),
+        ("gpt-oss", {"sliding_window": 0}, "windows must be at least 1"),
+        ("modernbert", {"local_attention": 1}, "windows must be at least 1"),
         ("gpt-oss", {"num_experts_per_tok": 9}, "per_token"),
         ("gemma2", {"layer_types": ["chunked_attention"] * 3}, "layer_types"),
         ("t5", {"feed_forward_proj": "gated-mish"}, "feed_forward_proj"),

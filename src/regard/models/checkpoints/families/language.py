@@ -181,7 +181,7 @@ def read_windows(theirs: Values, kinds: list[str]) -> Values:
             f"layer_types = {short_repr(kinds)} is not supported; expected full or sliding attention per layer"
         )
     windows = tuple(size if kind == "sliding_attention" else None for kind in kinds)
-    return {"windows": windows if any(windows) else ()}
+    return {"windows": windows if any(width is not None for width in windows) else ()}
 
 
 def write_windows(config: Any, unused: int | None = None) -> Values:
