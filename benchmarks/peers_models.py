@@ -92,9 +92,12 @@ def onnx_session(threads: int, int8: bool = False) -> Any:
         )  # fmt: skip
         optimizer.optimize_model(plain, model_type="bert", num_heads=12, hidden_size=384).save_model_to_file(fused)
         if int8:
+            from onnx import TensorProto
             from onnxruntime.quantization import quantize_dynamic
 
-            quantize_dynamic(fused, fused := str(Path(folder) / "int8.onnx"))
+            quantized = str(Path(folder) / "int8.onnx")
+            quantize_dynamic(fused, quantized, extra_options={"DefaultTensorType": TensorProto.FLOAT})
+            fused = quantized
         options = ort.SessionOptions()
         options.intra_op_num_threads = threads
         return ort.InferenceSession(fused, options, providers=["CPUExecutionProvider"])
