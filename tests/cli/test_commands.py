@@ -345,7 +345,7 @@ def test_plan_reads_a_run_and_a_checkpoint(regard: Command, tmp_path: Path) -> N
             ["--model", f"{WORDS},kv_heads=3", *PLAN],
             "heads must be a positive multiple of kv_heads, got heads=4 and kv_heads=3",
         ),
-        (["--model", f"{WORDS},norm=none", *PLAN], "norm must be one of layer, rms, unit_rms, got 'none'"),
+        (["--model", f"{WORDS},norm=none", *PLAN], "layer, rms, unit_rms, layer_no_bias, got 'none'"),
         (["--model", WORDS, *PLAN[:6], "--flops", "40G"], "give --flops and --bandwidth, or let this machine be"),
         (["--model", WORDS, *PLAN, "--memory", "much"], "--memory must be a number with a unit, such as 16GB"),
         (["--model", "en-fr", *PLAN], "en-fr: there is no such run or checkpoint"),
