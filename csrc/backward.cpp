@@ -10,10 +10,11 @@ namespace regard::REGARD_ISA {
 namespace {
 
 // Everything about one query head that all its key tiles read.
-template <class T> struct HeadRows {
-  int64_t Q, D, E, pitch;
+template <class T, class A> struct HeadRows {
+  int64_t Q, D, E, pitch;        // pitch: operands of all rows
   int64_t cut, per_cut, strips;  // strips begin anew at every row tile of a tile table
-  T *query_strips, *query_panels, *grad_strips, *grad_panels, *delta;
+  A *query_strips, *query_panels, *grad_strips, *grad_panels;
+  T* delta;
   LogSum<T>* lse;
   Row<T>* rows;
   Span* spans;
@@ -27,12 +28,14 @@ template <class T> struct HeadRows {
     return (p.Q + cut_of(p) - 1) / cut_of(p) * ((cut_of(p) + MR - 1) / MR);
   }
 
+  static int64_t pitch_of(const regard_dot& p) { return operands<A>(p.Q) + NR<T>; }
+
   static Places place(const regard_dot& p, Layout& layout) {
-    const int64_t strips = strips_of(p), pitch = p.Q + NR<T>;
-    return {layout.add(strips, strip_size<T>(p.D), sizeof(T)),
-            layout.add(pitch, round_up(p.D, NR<T>), sizeof(T)),
-            layout.add(strips, strip_size<T>(p.E), sizeof(T)),
-            layout.add(pitch, round_up(p.E, NR<T>), sizeof(T)),
+    const int64_t strips = strips_of(p), pitch = pitch_of(p);
+    return {layout.add(strips, strip_size<A>(operands<A>(p.D)), sizeof(A)),
+            layout.add(pitch, round_up(p.D, NR<T>), sizeof(A)),
+            layout.add(strips, strip_size<A>(operands<A>(p.E)), sizeof(A)),
+            layout.add(pitch, round_up(p.E, NR<T>), sizeof(A)),
             layout.add(p.Q, 1, sizeof(LogSum<T>)),
             layout.add(p.Q, 1, sizeof(T)),
             layout.add(p.Q, 1, sizeof(Row<T>)),
@@ -40,9 +43,9 @@ template <class T> struct HeadRows {
   }
 
   HeadRows(const regard_dot& p, char* memory, const Places& at)
-      : Q(p.Q), D(p.D), E(p.E), pitch(p.Q + NR<T>), cut(cut_of(p)), per_cut((cut + MR - 1) / MR), strips(strips_of(p)),
-        query_strips((T*)(memory + at.query_strips)), query_panels((T*)(memory + at.query_panels)),
-        grad_strips((T*)(memory + at.grad_strips)), grad_panels((T*)(memory + at.grad_panels)),
+      : Q(p.Q), D(p.D), E(p.E), pitch(pitch_of(p)), cut(cut_of(p)), per_cut((cut + MR - 1) / MR), strips(strips_of(p)),
+        query_strips((A*)(memory + at.query_strips)), query_panels((A*)(memory + at.query_panels)),
+        grad_strips((A*)(memory + at.grad_strips)), grad_panels((A*)(memory + at.grad_panels)),
         delta((T*)(memory + at.delta)), lse((LogSum<T>*)(memory + at.lse)), rows((Row<T>*)(memory + at.rows)),
         spans((Span*)(memory + at.spans)) {}
 
@@ -52,6 +55,12 @@ template <class T> struct HeadRows {
     const int64_t end = least(Q, (strip / per_cut + 1) * cut);
     return int(greatest<int64_t>(0, least<int64_t>(MR, end - first(strip))));
   }
+
+  const A* query_strip(int64_t s) const { return query_strips + s * strip_size<A>(operands<A>(D)); }
+  const A* grad_strip(int64_t s) const { return grad_strips + s * strip_size<A>(operands<A>(E)); }
+  // Rows from i, the first of an operand, on.
+  const A* query_rows(int64_t i) const { return query_panels + i / terms<A> * NR<T>; }
+  const A* grad_rows(int64_t i) const { return grad_panels + i / terms<A> * NR<T>; }
 
   template <class Score>
   void load(const Score& score, const regard_dot& p, const regard_dot_gradient& g, int64_t b, int64_t h) {
@@ -69,13 +78,13 @@ template <class T> struct HeadRows {
         load_row_numbers(p, g, i);
       }
       spans[s] = span_of(rows + first(s), count(s), p.K);
-      const bool bad = pack_strip<T>(queries, query_strips + s * strip_size<T>(D)) |
-                       pack_strip<T>(grads, grad_strips + s * strip_size<T>(E));
-      pack_panels<T>(q, first(s), count(s), query_panels + first(s) * NR<T>, pitch * NR<T>);
-      pack_panels<T>(d_out, first(s), count(s), grad_panels + first(s) * NR<T>, pitch * NR<T>);
+      A *const query_strip = (A*)this->query_strip(s), *const query_rows = (A*)this->query_rows(first(s));
+      const bool bad = pack_strip(queries, query_strip) | pack_strip(grads, (A*)grad_strip(s));
+      pack_panels(q, first(s), count(s), query_rows, pitch * NR<T>);
+      pack_panels(d_out, first(s), count(s), (A*)grad_rows(first(s)), pitch * NR<T>);
       if (bad && checks) quarantine(queries, grads, s);
-      score.ready_queries(h, query_strips + s * strip_size<T>(D));
-      score.ready_rows(query_panels + first(s) * NR<T>, count(s), pitch * NR<T>, T(0.5));
+      score.ready_queries(h, query_strip);
+      score.ready_rows(query_rows, count(s), pitch * NR<T>, T(0.5));
     }
   }
 
@@ -106,17 +115,16 @@ template <class T> struct HeadRows {
       queries.row[r] = grads.row[r] = nullptr;
       lse[i] = LogSum<T>(__builtin_nan(""));
       delta[i] = 0;
-      for (int64_t c = 0; c < D; c += NR<T>)
-        __builtin_memset(query_panels + c * pitch + i * NR<T>, 0, NR<T> * sizeof(T));
-      for (int64_t c = 0; c < E; c += NR<T>)
-        __builtin_memset(grad_panels + c * pitch + i * NR<T>, 0, NR<T> * sizeof(T));
+      clear_row<T>((A*)query_rows(i), pitch * NR<T>, D, i);
+      clear_row<T>((A*)grad_rows(i), pitch * NR<T>, E, i);
     }
-    pack_strip<T>(queries, query_strips + s * strip_size<T>(D));
-    pack_strip<T>(grads, grad_strips + s * strip_size<T>(E));
+    pack_strip(queries, (A*)query_strip(s));
+    pack_strip(grads, (A*)grad_strip(s));
   }
 };
 
 template <class T, class Score> struct Backward {
+  using A = typename Score::Operand;
   const regard_dot& p;
   const regard_dot_gradient& gradient;
   const Scales<T> scales;
@@ -131,8 +139,8 @@ template <class T, class Score> struct Backward {
   RowGradients<T> row_gradients;
 
   struct Places {
-    typename HeadRows<T>::Places rows;
-    size_t reach, keys, values, key_panels, d_keys, d_values, scores, grads, extra, d_queries;
+    typename HeadRows<T, A>::Places rows;
+    size_t reach, keys, values, key_panels, d_keys, d_values, scores, grads, grad_pairs, extra, d_queries;
   } at;
   Layout layout;
   Buffer costs, parts, diagonal_sums;
@@ -145,16 +153,17 @@ template <class T, class Score> struct Backward {
         table(gradient.d_row_table.data ? 2 * p.radius + 1 : 0),
         diagonals(gradient.d_diagonal.data ? diagonal_heads(p, gradient) * (p.Q + p.K - 1) : 0),
         per_head(p.Q * (Dp + table) + score.sums()), part(group * per_head), row_gradients(p, gradient, scales) {
-    at.rows = HeadRows<T>::place(p, layout);
+    at.rows = HeadRows<T, A>::place(p, layout);
     at.reach = layout.add(blocks, 1, sizeof(VisibleColumns));
-    at.keys = layout.add(key_tile, p.D, sizeof(T));
-    at.values = layout.add(key_tile, p.E, sizeof(T));
-    at.key_panels = layout.add(key_tile + NR<T>, Dp, sizeof(T));
+    at.keys = layout.add(key_tile, operands<A>(p.D), sizeof(A));
+    at.values = layout.add(key_tile, operands<A>(p.E), sizeof(A));
+    at.key_panels = layout.add(key_pitch, Dp, sizeof(A));
     const int64_t kept = group > 1 ? tiles : 1;
     at.d_keys = layout.add(kept * (key_tile + MR), Dp, sizeof(T));
     at.d_values = layout.add(kept * (key_tile + MR), Ep, sizeof(T));
     at.scores = layout.add(block_rows + MR, score_stride, sizeof(T));
     at.grads = layout.add(block_rows + MR, score_stride, sizeof(T));
+    at.grad_pairs = layout.add(terms<A> > 1 ? block_rows + MR : 0, score_stride / 2, sizeof(A));
     at.extra = layout.add(score_stride, 1, sizeof(T));
     at.d_queries = layout.add(per_head + MR * (Dp + table), 1, sizeof(T));
   }
@@ -170,10 +179,15 @@ template <class T, class Score> struct Backward {
     return (g.d_diagonal.stride[0] ? p.B : 1) * (g.d_diagonal.stride[1] ? p.H : 1);
   }
 
+  static constexpr int64_t key_pitch = (key_tile + NR<T>) / terms<A>;  // operands of the rows of a tile
+
   struct Work {
-    HeadRows<T> rows;
+    HeadRows<T, A> rows;
     VisibleColumns* reach;  // of each block, from the first key that one of its rows may see to the last
-    T *keys, *values, *key_panels, *d_keys, *d_values, *scores, *grads, *extra, *d_queries, *d_table, *sums, *diagonal;
+    A *keys, *values, *key_panels;
+    T *d_keys, *d_values, *scores, *grads;
+    A* grad_pairs;  // rows of gradients, where products take pairs
+    T *extra, *d_queries, *d_table, *sums, *diagonal;
     Prefetcher prefetcher;
   };
 
@@ -216,15 +230,16 @@ template <class T, class Score> struct Backward {
   int run_units(int64_t first_head, int64_t from, int64_t to, int thread) const {
     char* memory = (char*)thread_scratch(layout.bytes);
     if (!memory) return REGARD_NO_MEMORY;
-    Work w{HeadRows<T>(p, memory, at.rows),
+    Work w{HeadRows<T, A>(p, memory, at.rows),
            (VisibleColumns*)(memory + at.reach),
-           (T*)(memory + at.keys),
-           (T*)(memory + at.values),
-           (T*)(memory + at.key_panels),
+           (A*)(memory + at.keys),
+           (A*)(memory + at.values),
+           (A*)(memory + at.key_panels),
            (T*)(memory + at.d_keys),
            (T*)(memory + at.d_values),
            (T*)(memory + at.scores),
            (T*)(memory + at.grads),
+           (A*)(memory + at.grad_pairs),
            (T*)(memory + at.extra),
            nullptr,
            nullptr,
@@ -272,7 +287,7 @@ template <class T, class Score> struct Backward {
   // What is fetched while a head is computed: what the next one needs, and where its own gradients go.
   void prefetch_head(Prefetcher& prefetcher, int64_t b, int64_t h, int64_t own_tiles) const {
     const int64_t next = b * p.H + h + 1, b1 = next / p.H, h1 = next % p.H;
-    prefetcher.reset(3 * own_tiles * HeadRows<T>::strips_of(p));
+    prefetcher.reset(3 * own_tiles * HeadRows<T, A>::strips_of(p));
     prefetcher.add(matrix_of(gradient.d_q, p.dtype, b, h, p.Q, p.D));
     prefetcher.add(matrix_of(gradient.d_k, p.dtype, b, h / group, p.K, p.D));
     prefetcher.add(matrix_of(gradient.d_v, p.dtype, b, h / group, p.K, p.E));
@@ -318,17 +333,17 @@ template <class T, class Score> struct Backward {
 
   void pack_tile(Work& w, int64_t b, int64_t g, int64_t j0, int64_t keys) const {
     pack_keys(w, b, g, j0, keys);
-    for (int64_t j = 0; j < keys; j += NR<T>) score.ready_keys(w.keys + j * p.D);
-    score.ready_rows(w.key_panels, keys, (key_tile + NR<T>)*NR<T>, T(1));
+    for (int64_t j = 0; j < keys; j += NR<T>) score.ready_keys(w.keys + j * operands<A>(p.D));
+    score.ready_rows(w.key_panels, keys, key_pitch * NR<T>, T(1));
   }
 
   void pack_keys(Work& w, int64_t b, int64_t g, int64_t j0, int64_t keys) const {
     const Matrix k = matrix_of(p.k, p.dtype, b, g, p.K, p.D), v = matrix_of(p.v, p.dtype, b, g, p.K, p.E);
     bool bad = false;
     for (int64_t j = 0; j < keys; j += NR<T>) {
-      bad |= pack_transposed<T>(k, j0 + j, score.key_factor(scales.key), w.keys + j * p.D);
-      bad |= pack_transposed<T>(v, j0 + j, T(1), w.values + j * p.E);
-      pack_panels<T>(k, j0 + j, NR<T>, w.key_panels + j * NR<T>, (key_tile + NR<T>)*NR<T>);
+      bad |= pack_transposed(k, j0 + j, score.key_factor(scales.key), w.keys + j * operands<A>(p.D));
+      bad |= pack_transposed(v, j0 + j, T(1), w.values + j * operands<A>(p.E));
+      pack_panels(k, j0 + j, NR<T>, w.key_panels + j / terms<A> * NR<T>, key_pitch * NR<T>);
     }
     if (!bad || !(p.intervals.start || p.tiles.pointer)) return;
     // The rows that see a bad key have a NaN for log-sum-exp; for all others it must be harmless.
@@ -337,10 +352,10 @@ template <class T, class Score> struct Backward {
           !row_is_bad<T>(row_of(v, j0 + j), p.E, v.column_stride, p.dtype))
         continue;
       const int64_t panel = j / NR<T> * NR<T>, lane = j % NR<T>;
-      for (int64_t d = 0; d < p.D; ++d) w.keys[panel * p.D + d * NR<T> + lane] = 0;
-      for (int64_t e = 0; e < p.E; ++e) w.values[panel * p.E + e * NR<T> + lane] = 0;
-      for (int64_t d = 0; d < p.D; d += NR<T>)
-        __builtin_memset(w.key_panels + d * (key_tile + NR<T>)+j * NR<T>, 0, NR<T> * sizeof(T));
+      for (int64_t d = 0; d < p.D; ++d) clear_term(w.keys + panel * operands<A>(p.D) + d / terms<A> * NR<T> + lane, d);
+      for (int64_t e = 0; e < p.E; ++e)
+        clear_term(w.values + panel * operands<A>(p.E) + e / terms<A> * NR<T> + lane, e);
+      clear_row<T>(w.key_panels + j / terms<A> * NR<T>, key_pitch * NR<T>, p.D, j);
     }
   }
 
@@ -370,30 +385,32 @@ template <class T, class Score> struct Backward {
       int from = 0, to = strips;
       while (from < to && !seen[from].meets(c, c + m)) ++from;
       while (to > from && !seen[to - 1].meets(c, c + m)) --to;
-      const int64_t r0 = from * MR, depth = least<int64_t>(count, to * MR) - r0;
+      const int64_t r0 = from * MR, depth = operands<A>(least<int64_t>(count, to * MR) - r0);
       if (depth <= 0) continue;
-      multiply<T, 1, score_stride, Into::add>(m, Ep / NR<T>, depth, w.scores + r0 * score_stride + c,
-                                              w.rows.grad_panels + (i0 + r0) * NR<T>, w.rows.pitch * NR<T>,
-                                              d_values + c * Ep, Ep);
+      // Rows that share an operand are side by side at the place of the first.
+      constexpr int step = terms<A> * score_stride;
+      const A* weights = (const A*)w.scores + r0 * score_stride + c;
+      multiply<T, 1, step, Into::add>(m, Ep / NR<T>, depth, weights, w.rows.grad_rows(i0 + r0), w.rows.pitch * NR<T>,
+                                      d_values + c * Ep, Ep);
+      const A* grads = (const A*)w.grads + r0 * score_stride + c;
       if constexpr (Score::is_product)
-        multiply<T, 1, score_stride, Into::add>(m, Dp / NR<T>, depth, w.grads + r0 * score_stride + c,
-                                                w.rows.query_panels + (i0 + r0) * NR<T>, w.rows.pitch * NR<T>,
-                                                d_keys + c * Dp, Dp);
+        multiply<T, 1, step, Into::add>(m, Dp / NR<T>, depth, grads, w.rows.query_rows(i0 + r0), w.rows.pitch * NR<T>,
+                                        d_keys + c * Dp, Dp);
     }
     for (int s = 0; s < strips; ++s) {
       w.prefetcher.prefetch_next();
-      const int64_t lo = seen[s].lo, keys = seen[s].count();
+      const int64_t lo = seen[s].lo / terms<A>, keys = operands<A>(seen[s].hi) - lo;
       if (keys <= 0) continue;
       const int m = int(least<int64_t>(MR, count - s * MR));
-      const T *grads = w.grads + s * MR * score_stride + lo, *key_rows = w.key_panels + lo * NR<T>;
+      const A* key_rows = w.key_panels + lo * NR<T>;
       T* d_queries = w.d_queries + (i0 + s * MR) * Dp;
+      constexpr int row = score_stride / terms<A>;
+      const A* grads = (terms<A> > 1 ? w.grad_pairs : (const A*)w.grads) + s * MR * row + lo;
       if constexpr (Score::is_product)
-        multiply<T, score_stride, 1, Into::add>(m, Dp / NR<T>, keys, grads, key_rows, (key_tile + NR<T>)*NR<T>,
-                                                d_queries, Dp);
+        multiply<T, row, 1, Into::add>(m, Dp / NR<T>, keys, grads, key_rows, key_pitch * NR<T>, d_queries, Dp);
       else
-        score.add_gradients(m, keys, {w.rows.query_panels + (i0 + s * MR) * NR<T>, w.rows.pitch * NR<T>},
-                            {key_rows, (key_tile + NR<T>)*NR<T>}, grads, score_stride, d_queries, d_keys + lo * Dp,
-                            w.sums);
+        score.add_gradients(m, keys, {w.rows.query_rows(i0 + s * MR), w.rows.pitch * NR<T>},
+                            {key_rows, key_pitch * NR<T>}, grads, score_stride, d_queries, d_keys + lo * Dp, w.sums);
     }
   }
 
@@ -435,10 +452,11 @@ template <class T, class Score> struct Backward {
       if (lo >= hi) continue;
       const Panels panels = panels_of<T>(visible_columns(span, steps[n].j0, lo, hi), lo, hi);
       const int64_t strip = w.rows.strip_at(i);
-      score.fill(rows[0].h, m, panels, w.rows.query_strips + strip * strip_size<T>(p.D), w.keys + (base + lo) * p.D,
+      score.fill(rows[0].h, m, panels, w.rows.query_strip(strip), w.keys + (base + lo) * operands<A>(p.D),
                  scores + base + lo, score_stride);
-      multiply_wanted<T, 1, MR>(m, panels, p.E, w.rows.grad_strips + strip * strip_size<T>(p.E),
-                                w.values + (base + lo) * p.E, NR<T> * p.E, grads + base + lo, score_stride);
+      const int64_t depth = operands<A>(p.E);
+      multiply_wanted<T, 1, MR>(m, panels, depth, w.rows.grad_strip(strip), w.values + (base + lo) * depth,
+                                NR<T> * depth, grads + base + lo, score_stride);
       const uint64_t* words = steps[n].bits ? steps[n].bits + rows[0].i % REGARD_TILE : nullptr;
       for (int r = 0; r < m; ++r) {
         T *s = scores + r * score_stride + base, *d = grads + r * score_stride + base;
@@ -456,6 +474,7 @@ template <class T, class Score> struct Backward {
                             table ? w.d_table + (i + r) * table : nullptr);
       }
     }
+    if constexpr (terms<A> > 1) pair_rows(scores, grads, w.grad_pairs + r0 * (score_stride / 2), m, width);
     return visible_columns(span, j0, seen.lo, seen.hi);
   }
 
@@ -508,6 +527,9 @@ template <class T, class Score> struct Backward {
 }  // namespace
 
 int dot_backward(const regard_dot& p, const regard_dot_gradient& gradient) {
+#ifdef REGARD_EXTENDS
+  if (!takes_pairs(p)) return REGARD_EXTENDS::dot_backward(p, gradient);
+#endif
   return with_score(p, [&](auto kind) {
     using Kind = decltype(kind);
     return Backward<typename Kind::Real, typename Kind::Score>(p, gradient).run();

@@ -69,6 +69,34 @@ template <class T> REGARD_INLINE void weights_and_gradients(T* s, T* d, int64_t 
   });
 }
 
+// A row of panels that lie `panel` operands apart becomes zero; `row` says which term of its operands it is.
+template <class T, class A> void clear_row(A* first, int64_t panel, int64_t columns, int64_t row) {
+  for (int64_t c = 0; c < columns; c += NR<T>)
+    for (int n = 0; n < NR<T>; ++n) clear_term(first + c / NR<T> * panel + n, row);
+}
+
+#if defined(__AVX512BF16__)
+// Weights and gradients of m rows are rounded to bfloat16, as products over rows take them: in place, (row, row + 1) at the place
+// of every other row. Gradients also as products over keys do: `pairs` of neighbours, row after row.
+inline __attribute__((noinline)) void pair_rows(float* s, float* d, Pair* pairs, int m, int64_t width) {
+  constexpr int L = lanes<float>;
+  using Place = SimdOf<Pair>::Unaligned;
+  for (int r = 0; r < m; r += 2, s += 2 * score_stride, d += 2 * score_stride, pairs += score_stride) {
+    const auto second = [&](const float* x, int64_t c)
+                            __attribute__((always_inline)) { return r + 1 < m ? load(x + score_stride + c) : VecF{}; };
+    for (int64_t c = 0; c < width; c += 2 * L) {
+      const VecF a = load(d + c), b = load(d + c + L), x = second(d, c), y = second(d, c + L);
+      *(Place*)(pairs + c / 2) = to_pairs(a, b);
+      *(Place*)(pairs + score_stride / 2 + c / 2) = to_pairs(x, y);
+      *(Place*)(d + c) = zip_pairs(a, x);
+      *(Place*)(d + c + L) = zip_pairs(b, y);
+      *(Place*)(s + c) = zip_pairs(load(s + c), second(s, c));
+      *(Place*)(s + c + L) = zip_pairs(load(s + c + L), second(s, c + L));
+    }
+  }
+}
+#endif
+
 // The same where scores are capped or biased, weights dropped, or gradients of a bias wanted.
 template <class T> struct RowGradients {
   const regard_dot& p;

@@ -198,14 +198,6 @@ template <class T> struct Decode {
 
 }  // namespace
 
-// Up to this many query rows for each key/value head, packing the keys costs more than reading them in every row; and a
-// few more where there would be too few blocks of rows for the threads.
-bool decode_is_better(const regard_dot& p, const regard_dot_result& result) {
-  const int64_t rows = p.H / p.G * p.Q;
-  if (p.K == 0 || p.tiles.pointer || result.out_table.data || p.k.stride[3] != 1 || p.v.stride[3] != 1) return false;
-  return rows <= 4 || (rows <= 16 && p.B * p.G * ((rows + MR - 1) / MR) < p.threads);
-}
-
 int dot_decode(const regard_dot& p, const regard_dot_result& result) {
   if (p.dtype == REGARD_FLOAT64) return Decode<double>(p, result).run();
   return Decode<float>(p, result).run();

@@ -7,6 +7,7 @@ namespace {
 template <class T, class Score> struct Forward : Strips<T, Forward<T, Score>, Score> {
   using Base = Strips<T, Forward<T, Score>, Score>;
   using Base::layout, Base::p, Base::strips;
+  using typename Base::State, typename Base::Operand;
   const regard_dot_result& result;
   const int64_t Ep;     // E in whole panels
   const int64_t table;  // entries of a row of out_table, 0 if it is not wanted
@@ -41,8 +42,7 @@ template <class T, class Score> struct Forward : Strips<T, Forward<T, Score>, Sc
     if (table) __builtin_memset(workspace.table + s * MR * table, 0, size_t(MR * table) * sizeof(T));
   }
 
-  bool consume(Workspace& workspace, const ThreadState<T>& w, int64_t s, int m, int64_t j0, int64_t lo,
-               int64_t hi) const {
+  bool consume(Workspace& workspace, const State& w, int64_t s, int m, int64_t j0, int64_t lo, int64_t hi) const {
     const Row<T>* rows = w.rows + s * MR;
     if (workspace.fresh[s]) fetch_rows(matrix_of(result.out, p.dtype, rows[0].b, rows[0].h, p.Q, p.E), rows[0].i, m);
     T alpha[strip_lanes<T>];
@@ -55,20 +55,21 @@ template <class T, class Score> struct Forward : Strips<T, Forward<T, Score>, Sc
 
     T* out = workspace.out + s * MR * Ep;
     const VisibleColumns seen = visible_columns(w.spans[s], j0, lo, hi);
-    const auto v = w.keys.values_at(j0 + seen.lo, w.v);
-    const T* weights = w.scores + seen.lo;
+    // Whole operands: a hidden key weighs nothing.
+    const int64_t first = seen.lo / terms<Operand>, count = operands<Operand>(seen.hi) - first;
+    if constexpr (terms<Operand> > 1)
+      for (int r = 0; r < m; ++r) round_to_pairs(w.scores + r * chunk, lo, hi);
+    const auto v = w.keys.values_at(j0 + first * terms<Operand>, w.v);
+    const Operand* weights = (const Operand*)w.scores + first;
     if (workspace.fresh[s])
-      multiply<T, chunk, 1, Into::overwrite>(m, Ep / NR<T>, seen.count(), weights, v.first, v.panel, out, Ep, alpha,
-                                             v.row);
-    else
-      multiply<T, chunk, 1, Into::rescale>(m, Ep / NR<T>, seen.count(), weights, v.first, v.panel, out, Ep, alpha,
-                                           v.row);
+      multiply<T, chunk, 1, Into::overwrite>(m, Ep / NR<T>, count, weights, v.first, v.panel, out, Ep, alpha, v.row);
+    else multiply<T, chunk, 1, Into::rescale>(m, Ep / NR<T>, count, weights, v.first, v.panel, out, Ep, alpha, v.row);
     workspace.fresh[s] = 0;
     return true;
   }
 
-  void gather_table(Workspace& workspace, const ThreadState<T>& w, int64_t s, int m, const T* alpha, int64_t j0,
-                    int64_t lo, int64_t hi) const {
+  void gather_table(Workspace& workspace, const State& w, int64_t s, int m, const T* alpha, int64_t j0, int64_t lo,
+                    int64_t hi) const {
     for (int r = 0; r < m; ++r) {
       T* sums = workspace.table + (s * MR + r) * table;
       for (int64_t t = 0; t < table; ++t) sums[t] *= alpha[r];
@@ -76,7 +77,7 @@ template <class T, class Score> struct Forward : Strips<T, Forward<T, Score>, Sc
     }
   }
 
-  void finish(Workspace& workspace, const ThreadState<T>& w, int64_t s, int m) const {
+  void finish(Workspace& workspace, const State& w, int64_t s, int m) const {
     T factor[strip_lanes<T>], lse[strip_lanes<T>], sink[strip_lanes<T>] = {};
     if (p.sink)
       for (int r = 0; r < m; ++r) sink[r] = ((const T*)p.sink)[w.rows[s * MR + r].h];
@@ -106,7 +107,7 @@ template <class T, class Score> struct Forward : Strips<T, Forward<T, Score>, Sc
   }
 
   // Rows of one head.
-  void finish_rows(Workspace& workspace, const ThreadState<T>& w, int64_t first, int count, const T* factor,
+  void finish_rows(Workspace& workspace, const State& w, int64_t first, int count, const T* factor,
                    const T* lse) const {
     const Row<T>& row = w.rows[first];
     T* out = workspace.out + first * Ep;
@@ -125,7 +126,11 @@ template <class T, class Score> struct Forward : Strips<T, Forward<T, Score>, Sc
 }  // namespace
 
 int dot_forward(const regard_dot& p, const regard_dot_result& result) {
+#ifdef REGARD_EXTENDS
+  if (!takes_pairs(p) || decode_is_better(p, result)) return REGARD_EXTENDS::dot_forward(p, result);
+#else
   if (!p.weight.data && decode_is_better(p, result)) return dot_decode(p, result);
+#endif
   return with_score(p, [&](auto kind) {
     using Kind = decltype(kind);
     return Forward<typename Kind::Real, typename Kind::Score>(p, result).run();

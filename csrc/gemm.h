@@ -4,7 +4,7 @@
 // panel is held in registers: 6 x 16 for AVX2 (12 accumulators, two vectors of B, one broadcast of A), 12 x 32 for
 // AVX-512. Alone it runs at the peak of the multiply-add units.
 #pragma once
-#include "simd.h"
+#include "operands.h"
 
 namespace regard::REGARD_ISA {
 
@@ -12,13 +12,14 @@ template <class T> constexpr int NR = 2 * lanes<T>;
 constexpr int MR = vector_registers == 32 ? 12 : 6;
 
 // What becomes of the numbers that are in C already.
-enum class Into { overwrite, add, rescale };
+enum class Into { overwrite, scale, add, rescale };
 
-// What a row of the block becomes: C[r][...] = (0 | C | alpha[r] * C) + sum, W vectors of it.
+// What a row of the block becomes: C[r][...] = (0 | C | alpha[r] * C) + sum, or alpha[0] * sum; W vectors of it.
 template <class T, int W, Into into>
 REGARD_INLINE void meet(T* __restrict c, Vec<T>* sum, const T* __restrict alpha, int r) {
   REGARD_UNROLL
   for (int w = 0; w < W; ++w) {
+    if constexpr (into == Into::scale) sum[w] *= alpha[0];
     if constexpr (into == Into::add) sum[w] += load(c + w * lanes<T>);
     if constexpr (into == Into::rescale) sum[w] += broadcast(alpha[r]) * load(c + w * lanes<T>);
     store(c + w * lanes<T>, sum[w]);
@@ -28,16 +29,16 @@ REGARD_INLINE void meet(T* __restrict c, Vec<T>* sum, const T* __restrict alpha,
 constexpr int any_row = -1;  // an ARow that is known only at run time
 
 // C[r][...] = (0 | C | alpha[r] * C) + sum over k of A(r, k) * B[k][...], W vectors of columns, A(r, k) = a[r * ARow + k *
-// AStep]. The rows of B lie b_row numbers apart: NR in a packed panel; those of A a_row, where ARow is any_row.
+// AStep], k counting operands. The rows of B lie b_row numbers apart: NR in a packed panel; those of A a_row, where ARow is any_row.
 // The accumulators meet C at the end: seeding them with C costs digits in long sums. They begin as products, not as zeros,
 // and are stored one by one after their last step: a block of zeroing and one of stores cost as much as four steps.
-template <class T, int M, int W, int ARow, int AStep, Into into>
-REGARD_INLINE void micro_kernel(int64_t depth, const T* __restrict a, const T* __restrict b, T* __restrict c,
+template <class T, int M, int W, int ARow, int AStep, Into into, class A>
+REGARD_INLINE void micro_kernel(int64_t depth, const A* __restrict a, const A* __restrict b, T* __restrict c,
                                 int64_t c_row, const T* __restrict alpha, int64_t b_row = NR<T>, int64_t a_row = 0) {
-  using V = Vec<T>;
   constexpr int L = lanes<T>;
   if constexpr (ARow != any_row) a_row = ARow;
-  V sum[M][W], right[W];
+  Vec<T> sum[M][W];
+  Vec<A> right[W];
   const auto load_right = [&]() __attribute__((always_inline)) {
     REGARD_UNROLL
     for (int w = 0; w < W; ++w) right[w] = load(b + w * L);
@@ -47,7 +48,8 @@ REGARD_INLINE void micro_kernel(int64_t depth, const T* __restrict a, const T* _
     REGARD_UNROLL
     for (int r = 0; r < M; ++r) {
       REGARD_UNROLL
-      for (int w = 0; w < W; ++w) sum[r][w] = depth == 1 ? broadcast(a[r * a_row]) * right[w] : V{};
+      for (int w = 0; w < W; ++w)
+        sum[r][w] = depth == 1 ? product(broadcast_operand(a + r * a_row), right[w]) : Vec<T>{};
       meet<T, W, into>(c + r * c_row, sum[r], alpha, r);
     }
     return;
@@ -55,26 +57,26 @@ REGARD_INLINE void micro_kernel(int64_t depth, const T* __restrict a, const T* _
   load_right();
   REGARD_UNROLL
   for (int r = 0; r < M; ++r) {
-    const V x = broadcast(a[r * a_row]);
+    const Vec<A> x = broadcast_operand(a + r * a_row);
     REGARD_UNROLL
-    for (int w = 0; w < W; ++w) sum[r][w] = x * right[w];
+    for (int w = 0; w < W; ++w) sum[r][w] = product(x, right[w]);
   }
   a += AStep, b += b_row;
   _Pragma("GCC unroll 4") for (int64_t k = 2; k < depth; ++k, a += AStep, b += b_row) {
     load_right();
     REGARD_UNROLL
     for (int r = 0; r < M; ++r) {
-      const V x = broadcast(a[r * a_row]);
+      const Vec<A> x = broadcast_operand(a + r * a_row);
       REGARD_UNROLL
-      for (int w = 0; w < W; ++w) sum[r][w] += x * right[w];
+      for (int w = 0; w < W; ++w) sum[r][w] = add_product(sum[r][w], x, right[w]);
     }
   }
   load_right();
   REGARD_UNROLL
   for (int r = 0; r < M; ++r) {
-    const V x = broadcast(a[r * a_row]);
+    const Vec<A> x = broadcast_operand(a + r * a_row);
     REGARD_UNROLL
-    for (int w = 0; w < W; ++w) sum[r][w] += x * right[w];
+    for (int w = 0; w < W; ++w) sum[r][w] = add_product(sum[r][w], x, right[w]);
     meet<T, W, into>(c + r * c_row, sum[r], alpha, r);
   }
 }
@@ -93,8 +95,8 @@ template <class F, int M = MR> REGARD_INLINE void with_rows(int m, F&& f) {
 }
 
 // M rows times `panels` panels that lie `b_panel` numbers apart; C is a row-major block.
-template <class T, int M, int ARow, int AStep, Into into>
-__attribute__((noinline)) void multiply_rows(int64_t panels, int64_t depth, const T* a, const T* b, int64_t b_panel,
+template <class T, int M, int ARow, int AStep, Into into, class A>
+__attribute__((noinline)) void multiply_rows(int64_t panels, int64_t depth, const A* a, const A* b, int64_t b_panel,
                                              T* c, int64_t c_row, const T* alpha, int64_t b_row, int64_t a_row) {
   for (int64_t p = 0; p < panels; ++p) {
     // All registers belong to the inner loop: keep the compiler from carrying the broadcasts of alpha around it.
@@ -104,8 +106,8 @@ __attribute__((noinline)) void multiply_rows(int64_t panels, int64_t depth, cons
 }
 
 // The same with the number of rows known only at run time.
-template <class T, int ARow, int AStep, Into into>
-REGARD_INLINE void multiply(int rows, int64_t panels, int64_t depth, const T* a, const T* b, int64_t b_panel, T* c,
+template <class T, int ARow, int AStep, Into into, class A>
+REGARD_INLINE void multiply(int rows, int64_t panels, int64_t depth, const A* a, const A* b, int64_t b_panel, T* c,
                             int64_t c_row, const T* alpha = nullptr, int64_t b_row = NR<T>, int64_t a_row = 0) {
   with_rows(rows, [&](auto m) __attribute__((always_inline)) {
     multiply_rows<T, decltype(m)::value, ARow, AStep, into>(panels, depth, a, b, b_panel, c, c_row, alpha, b_row,
@@ -121,28 +123,28 @@ struct Panels {
 
 // A half of one panel; the other half of C, which lies `other` numbers from it, becomes zero, so that no NaN of an
 // earlier use spreads from it before it is overwritten.
-template <class T, int M, int ARow, int AStep, Into into>
-__attribute__((noinline)) void multiply_half(int64_t depth, const T* a, const T* b, T* c, int64_t c_row, int64_t other,
-                                             int64_t a_row) {
-  micro_kernel<T, M, 1, ARow, AStep, into>(depth, a, b, c, c_row, nullptr, NR<T>, a_row);
+template <class T, int M, int ARow, int AStep, Into into, class A>
+__attribute__((noinline)) void multiply_half(int64_t depth, const A* a, const A* b, T* c, int64_t c_row, int64_t other,
+                                             const T* alpha, int64_t a_row) {
+  micro_kernel<T, M, 1, ARow, AStep, into>(depth, a, b, c, c_row, alpha, NR<T>, a_row);
   for (int r = 0; r < M; ++r) store(c + r * c_row + other, Vec<T>{});
 }
 
 // The same for packed panels of which some halves may not be wanted.
-template <class T, int ARow, int AStep, Into into = Into::overwrite>
-REGARD_INLINE void multiply_wanted(int rows, Panels panels, int64_t depth, const T* a, const T* b, int64_t b_panel,
-                                   T* c, int64_t c_row, int64_t a_row = 0) {
+template <class T, int ARow, int AStep, Into into = Into::overwrite, class A>
+REGARD_INLINE void multiply_wanted(int rows, Panels panels, int64_t depth, const A* a, const A* b, int64_t b_panel,
+                                   T* c, int64_t c_row, int64_t a_row = 0, const T* alpha = nullptr) {
   with_rows(rows, [&](auto m) __attribute__((always_inline)) {
     constexpr int M = decltype(m)::value, L = lanes<T>;
     if (panels.late) {
-      multiply_half<T, M, ARow, AStep, into>(depth, a, b + L, c + L, c_row, -L, a_row);
+      multiply_half<T, M, ARow, AStep, into>(depth, a, b + L, c + L, c_row, -L, alpha, a_row);
       --panels.count, b += b_panel, c += NR<T>;
     }
     panels.count -= panels.early;
-    multiply_rows<T, M, ARow, AStep, into>(panels.count, depth, a, b, b_panel, c, c_row, nullptr, NR<T>, a_row);
+    multiply_rows<T, M, ARow, AStep, into>(panels.count, depth, a, b, b_panel, c, c_row, alpha, NR<T>, a_row);
     if (panels.early)
       multiply_half<T, M, ARow, AStep, into>(depth, a, b + panels.count * b_panel, c + panels.count * NR<T>, c_row, L,
-                                             a_row);
+                                             alpha, a_row);
   });
 }
 

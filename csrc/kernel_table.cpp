@@ -9,6 +9,8 @@ namespace regard::REGARD_ISA {
 #ifdef REGARD_EXTENDS
 // A kernel that is not declared here is that of the other instruction set.
 using namespace REGARD_EXTENDS;
+int dot_forward(const regard_dot&, const regard_dot_result&);
+int dot_backward(const regard_dot&, const regard_dot_gradient&);
 #else
 REGARD_KERNELS(REGARD_DECLARE_KERNEL)
 #endif

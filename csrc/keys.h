@@ -1,17 +1,18 @@
 // The keys and values of one key/value head in packed form. Panels are packed when first visited.
 #pragma once
+#include "pairs.h"
 #include "schedule.h"
 
 namespace regard::REGARD_ISA {
 
 // Keys that hold NaN or an infinity, in their key or in their value, are *bad*. Where a mask may hide them they are
 // packed as zeros and remembered: a row that sees one becomes NaN, any other row is untouched.
-template <class T> struct PackedKeys {
-  T* transposed;   // keys, NR side by side: [panel][D][NR]
-  T* values;       // [E / NR][pitch][NR]
-  uint8_t* ready;  // one for each panel
-  uint32_t* bad;   // one bit for each key of a panel
-  int64_t panels, pitch, D, E;
+template <class T, class A = T> struct PackedKeys {
+  A* transposed;                       // keys, NR side by side: [panel][depth][NR]
+  A* values;                           // [E / NR][pitch][NR]
+  uint8_t* ready;                      // one for each panel
+  uint32_t* bad;                       // one bit for each key of a panel
+  int64_t panels, pitch, depth, D, E;  // pitch and depth: operands of all keys, and of a key
   bool checks, any_bad;
   T longest;  // the largest sum of squares of a key that was packed, where it is asked for; infinity if it is not known
   bool measures;
@@ -23,24 +24,26 @@ template <class T> struct PackedKeys {
 
   static int64_t panels_of(const regard_dot& p) { return (p.K + NR<T> - 1) / NR<T>; }
   // One panel more than needed: powers of two would put all column panels of a key into one cache set.
-  static int64_t pitch_of(const regard_dot& p) { return (panels_of(p) + 1) * NR<T>; }
+  static int64_t pitch_of(const regard_dot& p) { return (panels_of(p) + 1) * NR<T> / terms<A>; }
 
   static Places place(const regard_dot& p, Layout& layout) {
     const int64_t panels = panels_of(p);
-    return {layout.add(panels * NR<T>, p.D, sizeof(T)), layout.add(pitch_of(p), round_up(p.E, NR<T>), sizeof(T)),
-            layout.add(panels, 1, 1), layout.add(panels, 1, 4)};
+    return {layout.add(panels * NR<T>, operands<A>(p.D), sizeof(A)),
+            layout.add(pitch_of(p), round_up(p.E, NR<T>), sizeof(A)), layout.add(panels, 1, 1),
+            layout.add(panels, 1, 4)};
   }
 
   // Whether values can be read where they lie.
   static bool values_fit(const regard_dot& p) {
-    return p.dtype == (sizeof(T) == 8 ? REGARD_FLOAT64 : REGARD_FLOAT32) && p.v.stride[3] == 1 && p.E % NR<T> == 0;
+    return terms<A> == 1 && p.dtype == (sizeof(T) == 8 ? REGARD_FLOAT64 : REGARD_FLOAT32) && p.v.stride[3] == 1 &&
+           p.E % NR<T> == 0;
   }
 
   PackedKeys(const regard_dot& p, char* memory, const Places& at, bool measures, bool direct)
-      : transposed((T*)(memory + at.transposed)), values((T*)(memory + at.values)),
+      : transposed((A*)(memory + at.transposed)), values((A*)(memory + at.values)),
         ready((uint8_t*)(memory + at.ready)), bad((uint32_t*)(memory + at.bad)), panels(panels_of(p)),
-        pitch(pitch_of(p)), D(p.D), E(p.E), checks(p.intervals.start || p.tiles.pointer), any_bad(false),
-        longest(infinity), measures(measures), direct(direct) {}
+        pitch(pitch_of(p)), depth(operands<A>(p.D)), D(p.D), E(p.E), checks(p.intervals.start || p.tiles.pointer),
+        any_bad(false), longest(infinity), measures(measures), direct(direct) {}
 
   void forget() {
     __builtin_memset(ready, 0, size_t(panels));
@@ -59,20 +62,20 @@ template <class T> struct PackedKeys {
     for (int64_t panel = first; panel < last; ++panel)
       if (!ready[panel]) {
         pack(k, v, factor, panel);
-        score.ready_keys(transposed + panel * NR<T> * D);
+        score.ready_keys(transposed + panel * NR<T> * depth);
       }
   }
 
-  const T* transposed_at(int64_t key) const { return transposed + key * D; }
+  const A* transposed_at(int64_t key) const { return transposed + key * depth; }
 
-  // The values from a key on, as the right operand of a product.
+  // The values from a key on, the first of an operand, as the right side of a product.
   struct Values {
-    const T* first;
+    const A* first;
     int64_t panel, row;
   };
   Values values_at(int64_t key, const Matrix& v) const {
-    if (direct) return {at<T>(v, key, 0), NR<T>, v.row_stride};
-    return {values + key * NR<T>, pitch * NR<T>, NR<T>};
+    if (direct) return {at<A>(v, key, 0), NR<T>, v.row_stride};
+    return {values + key / terms<A> * NR<T>, pitch * NR<T>, NR<T>};
   }
 
  private:
@@ -80,40 +83,42 @@ template <class T> struct PackedKeys {
     const int64_t key = panel * NR<T>;
     fetch_rows(k, key + NR<T>, NR<T>);
     fetch_rows(v, key + NR<T>, NR<T>);
-    T* const transposed_panel = transposed + key * D;
-    T* const value_rows = values + key * NR<T>;
-    bool found = pack_transposed<T>(k, key, factor, transposed_panel);
-    if (!direct) found |= pack_panels<T>(v, key, NR<T>, value_rows, pitch * NR<T>);
+    A* const transposed_panel = transposed + key * depth;
+    A* const value_rows = values + key / terms<A> * NR<T>;
+    bool found = pack_transposed(k, key, factor, transposed_panel);
+    if (!direct) found |= pack_panels(v, key, NR<T>, value_rows, pitch * NR<T>);
     ready[panel] = 1;
     bad[panel] = 0;
-    if (measures) longest = found ? T(infinity) : greatest(longest, longest_square(transposed_panel));
+    if (measures) longest = found ? T(infinity) : greatest(longest, longest_square(transposed_panel, factor));
     if (!found || !checks) return;
     for (int64_t lane = 0; lane < NR<T> && key + lane < k.rows; ++lane) {
       if (!row_is_bad<T>(row_of(k, key + lane), D, k.column_stride, k.dtype) &&
           !row_is_bad<T>(row_of(v, key + lane), E, v.column_stride, v.dtype))
         continue;
-      for (int64_t d = 0; d < D; ++d) transposed_panel[d * NR<T> + lane] = 0;
+      for (int64_t d = 0; d < D; ++d) clear_term(transposed_panel + d / terms<A> * NR<T> + lane, d);
       for (int64_t e = 0; e < E; e += NR<T>)
-        for (int c = 0; c < NR<T>; ++c) value_rows[e * pitch + lane * NR<T> + c] = 0;
+        for (int c = 0; c < NR<T>; ++c) clear_term(value_rows + e * pitch + lane / terms<A> * NR<T> + c, lane);
       bad[panel] |= uint32_t(1) << lane;
       any_bad = true;
     }
   }
 
-  T longest_square(const T* panel) const {
+  // Of the keys times the factor, which packed numbers have already and pairs have not.
+  T longest_square(const A* panel, T factor) const {
     Vec<T> left{}, right{};
-    for (int64_t d = 0; d < D; ++d) {
-      const Vec<T> x = load(panel + d * NR<T>), y = load(panel + d * NR<T> + lanes<T>);
-      left += x * x;
-      right += y * y;
+    for (int64_t d = 0; d < depth; ++d) {
+      const Vec<A> x = load(panel + d * NR<T>), y = load(panel + d * NR<T> + lanes<T>);
+      left = add_product(left, x, x);
+      right = add_product(right, y, y);
     }
-    return reduce_max<T>(max(left, right));
+    const T square = reduce_max<T>(max(left, right));
+    return terms<A> == 1 ? square : square * factor * factor;
   }
 };
 
 // Whether a row sees a bad key among the columns [lo, hi) of a step.
-template <class T>
-bool attends_bad_key(const PackedKeys<T>& keys, const Row<T>& row, const uint64_t* word, int64_t j0, int64_t lo,
+template <class T, class A>
+bool attends_bad_key(const PackedKeys<T, A>& keys, const Row<T>& row, const uint64_t* word, int64_t j0, int64_t lo,
                      int64_t hi) {
   for (int64_t c = lo; c < hi; c += NR<T>) {
     const uint32_t bad = keys.bad[(j0 + c) / NR<T>];

@@ -2,13 +2,15 @@
 // panels of the other.
 #pragma once
 #include "additive.h"
+#include "logits.h"
 #include "memory.h"
-#include "pack.h"
+#include "pairs.h"
 
 namespace regard::REGARD_ISA {
 
 // q . k; the scale is multiplied into the keys.
 template <class T> struct DotScore {
+  using Operand = T;                          // what queries and keys are packed as
   static constexpr bool is_product = true;    // gradients are products with the packed queries and keys
   static constexpr int64_t longest_sum = 96;  // in float: the more terms follow one another, the more is rounded
   const int64_t D, part;                      // products are added up in parts of so many terms
@@ -16,6 +18,11 @@ template <class T> struct DotScore {
   static int64_t part_of(int64_t D) {
     const int64_t parts = greatest<int64_t>(1, (D + longest_sum - 1) / longest_sum);
     return (D + parts - 1) / parts;
+  }
+
+  // Whether rows of queries are operands as they lie in memory.
+  static bool reads_in_place(const regard_dot& p) {
+    return p.dtype == (sizeof(T) == 8 ? REGARD_FLOAT64 : REGARD_FLOAT32);
   }
 
   int prepare(const regard_dot&) { return REGARD_OK; }
@@ -47,8 +54,43 @@ template <class T> struct DotScore {
   void store_sums(const regard_tensor&, int64_t, int64_t, const T*, T) const {}
 };
 
+#if defined(__AVX512BF16__)
+// q . k of bfloat16 numbers by the CPU's own products; the sums are multiplied by the scale.
+struct PairScore {
+  using Operand = Pair;
+  static constexpr bool is_product = true;
+  const int64_t depth;
+  const float scale;
+  explicit PairScore(const regard_dot& p) : depth(operands<Pair>(p.D)), scale(Scales<float>(p).key) {}
+
+  static bool reads_in_place(const regard_dot& p) { return p.D % 2 == 0 && p.q.stride[2] % 2 == 0; }
+
+  int prepare(const regard_dot&) { return REGARD_OK; }
+  float key_factor(float factor) const { return factor; }
+  void ready_queries(int64_t, Pair*) const {}
+  void ready_keys(Pair*) const {}
+  void ready_rows(Pair*, int64_t, int64_t, float) const {}
+
+  void fill(int64_t, int rows, Panels panels, const Pair* strip, const Pair* transposed, float* scores,
+            int64_t stride) const {
+    multiply_wanted<float, 1, MR, Into::scale>(rows, panels, depth, strip, transposed, NR<float> * depth, scores,
+                                               stride, 0, &scale);
+  }
+  void fill_direct(int rows, Panels panels, const Pair* queries, int64_t row_stride, const Pair* transposed,
+                   float* scores, int64_t stride) const {
+    multiply_wanted<float, any_row, 1, Into::scale>(rows, panels, depth, queries, transposed, NR<float> * depth, scores,
+                                                    stride, row_stride, &scale);
+  }
+
+  int64_t sums() const { return 0; }
+  void finish_row(int64_t, float*) const {}
+  void store_sums(const regard_tensor&, int64_t, int64_t, const float*, float) const {}
+};
+#endif
+
 // weight . tanh(q + k). All rows of a strip have the same weight: it is shared by the heads, or no heads share keys.
 template <class T> struct AdditiveScore {
+  using Operand = T;
   static constexpr bool is_product = false;
   const int64_t D, width;  // the width in whole panels
   const T scale;           // of the logits in base two
@@ -61,6 +103,7 @@ template <class T> struct AdditiveScore {
       : D(p.D), width(round_up(p.D, NR<T>)), scale(T(log2_e / p.temperature)), given(p.weight),
         per_head(p.weight.stride[1] != 0 && p.H > 1) {}
 
+  static bool reads_in_place(const regard_dot&) { return false; }
   const AdditiveWeight<T>& weight(int64_t h) const { return ((const AdditiveWeight<T>*)memory.data)[h * per_head]; }
 
   int prepare(const regard_dot& p) {
@@ -182,9 +225,14 @@ template <class T, class S> struct Kind {
   using Score = S;
 };
 template <class F> int with_score(const regard_dot& p, F&& f) {
+#if defined(__AVX512BF16__)
+  (void)p;  // other problems are those of the instruction set that this one extends
+  return f(Kind<float, PairScore>{});
+#else
   const bool wide = p.dtype == REGARD_FLOAT64;
-  if (p.weight.data) return wide ? f(Kind<double, AdditiveScore<double>>{}) : f(Kind<float, AdditiveScore<float>>{});
-  return wide ? f(Kind<double, DotScore<double>>{}) : f(Kind<float, DotScore<float>>{});
+  if (p.weight.data) return wide ? f(Kind<double, AdditiveScore<double> >{}) : f(Kind<float, AdditiveScore<float> >{});
+  return wide ? f(Kind<double, DotScore<double> >{}) : f(Kind<float, DotScore<float> >{});
+#endif
 }
 
 }  // namespace regard::REGARD_ISA

@@ -29,10 +29,11 @@ constexpr double many_keys = 400;  // for a strip: where there are more, measuri
 #endif
 
 // What one thread has in hand while it walks. Rows are numbered within the block: strip * MR + r.
-template <class T> struct ThreadState {
-  PackedKeys<T> keys;
+template <class T, class A = T> struct ThreadState {
+  PackedKeys<T, A> keys;
   Matrix k, v;
-  T *queries, *scores;
+  A* queries;
+  T* scores;
   Row<T>* rows;
   Span* spans;
   uint8_t* poisoned;  // a row that has seen a bad key
@@ -45,6 +46,9 @@ template <class T> struct ThreadState {
 };
 
 template <class T, class Visitor, class Score = DotScore<T>> struct Strips {
+  using Operand = typename Score::Operand;
+  using State = ThreadState<T, Operand>;
+  using Keys = PackedKeys<T, Operand>;
   const regard_dot& p;
   const Scales<T> scales;
   Score score;
@@ -57,7 +61,7 @@ template <class T, class Visitor, class Score = DotScore<T>> struct Strips {
   int64_t bands = 0;     // threads take whole bands, pieces of equal cost; 0: one for each thread
 
   struct Places {
-    typename PackedKeys<T>::Places keys;
+    typename Keys::Places keys;
     size_t queries, scores, rows, spans, poisoned, longest;
   } at;
 
@@ -65,11 +69,11 @@ template <class T, class Visitor, class Score = DotScore<T>> struct Strips {
   Strips(const regard_dot& p, int64_t wanted_blocks)
       : p(p), scales(p), score(p), blocks(p, largest_block, wanted_blocks),
         strips((blocks.rows_per_block + MR - 1) / MR),
-        direct(Score::is_product && p.H == p.G && p.dtype == (sizeof(T) == 8 ? REGARD_FLOAT64 : REGARD_FLOAT32) &&
-               p.q.stride[3] == 1 && p.q.stride[2] % (one_set / int64_t(sizeof(T))) != 0),
-        direct_values(PackedKeys<T>::values_fit(p)), measures(Score::is_product && !scales.changes_logits) {
-    at.keys = PackedKeys<T>::place(p, layout);
-    at.queries = layout.add(strips, strip_size<T>(p.D), sizeof(T));
+        direct(Score::is_product && p.H == p.G && Score::reads_in_place(p) && p.q.stride[3] == 1 &&
+               p.q.stride[2] % (one_set / int64_t(storage_bytes(p.dtype))) != 0),
+        direct_values(Keys::values_fit(p)), measures(Score::is_product && !scales.changes_logits) {
+    at.keys = Keys::place(p, layout);
+    at.queries = layout.add(strips, strip_size<Operand>(operands<Operand>(p.D)), sizeof(Operand));
     at.scores = layout.add(MR, chunk, sizeof(T));
     at.rows = layout.add(strips * MR, 1, sizeof(Row<T>));
     at.spans = layout.add(strips, 1, sizeof(Span));
@@ -113,18 +117,18 @@ template <class T, class Visitor, class Score = DotScore<T>> struct Strips {
   int run_units(int64_t first, int64_t last) const {
     char* memory = (char*)thread_scratch(layout.bytes);
     if (!memory) return REGARD_NO_MEMORY;
-    ThreadState<T> w{PackedKeys<T>(p, memory, at.keys, measures, direct_values),
-                     {},
-                     {},
-                     (T*)(memory + at.queries),
-                     (T*)(memory + at.scores),
-                     (Row<T>*)(memory + at.rows),
-                     (Span*)(memory + at.spans),
-                     (uint8_t*)(memory + at.poisoned),
-                     (T*)(memory + at.longest),
-                     {},
-                     false,
-                     nullptr};
+    State w{Keys(p, memory, at.keys, measures, direct_values),
+            {},
+            {},
+            (Operand*)(memory + at.queries),
+            (T*)(memory + at.scores),
+            (Row<T>*)(memory + at.rows),
+            (Span*)(memory + at.spans),
+            (uint8_t*)(memory + at.poisoned),
+            (T*)(memory + at.longest),
+            {},
+            false,
+            nullptr};
     const auto& visitor = static_cast<const Visitor&>(*this);
     auto workspace = visitor.workspace(memory);
     int64_t head = -1;
@@ -145,8 +149,7 @@ template <class T, class Visitor, class Score = DotScore<T>> struct Strips {
   }
 
   template <class Workspace>
-  void run_block(ThreadState<T>& w, const Visitor& visitor, Workspace& workspace, int64_t b, int64_t g,
-                 int64_t block) const {
+  void run_block(State& w, const Visitor& visitor, Workspace& workspace, int64_t b, int64_t g, int64_t block) const {
     const int64_t first = blocks.first_row(block), count = blocks.row_count(block);
     int64_t lo = p.K, hi = 0;
     for (int64_t r = 0, h = g * blocks.group + first / p.Q, i = first % p.Q; r < count; ++r) {
@@ -175,27 +178,31 @@ template <class T, class Visitor, class Score = DotScore<T>> struct Strips {
     return (const char*)p.q.data + at * int64_t(storage_bytes(p.dtype));
   }
 
-  void read_queries(ThreadState<T>& w, int64_t s, int m) const {
+  void read_queries(State& w, int64_t s, int m) const {
     w.longest[s] = infinity;
     if (direct && !measures) return;
     RowPointers rows{{}, p.D, p.q.stride[3], p.dtype};
     for (int r = 0; r < m; ++r) rows.row[r] = query_of(w.rows[s * MR + r]);
     if (measures) w.longest[s] = squares_bound<T>(rows, m);
     if (direct) return;
-    pack_strip<T>(rows, w.queries + s * strip_size<T>(p.D));
-    score.ready_queries(w.rows[s * MR].h, w.queries + s * strip_size<T>(p.D));
+    Operand* const strip = strip_of(w, s);
+    pack_strip(rows, strip);
+    score.ready_queries(w.rows[s * MR].h, strip);
   }
 
-  void fill_direct(const Row<T>& row, int m, Panels panels, const T* keys, T* scores) const {
-    const T* queries = real_row<T>(p.q, row.b, row.h, row.i);
-    const int64_t apart = p.q.stride[2];
-    fetch_rows(queries + m * apart, apart * int64_t(sizeof(T)), MR, p.D * int64_t(sizeof(T)));
+  Operand* strip_of(const State& w, int64_t s) const {
+    return w.queries + s * strip_size<Operand>(operands<Operand>(p.D));
+  }
+
+  void fill_direct(const Row<T>& row, int m, Panels panels, const Operand* keys, T* scores) const {
+    const Operand* queries = (const Operand*)query_of(row);
+    const int64_t apart = p.q.stride[2] / terms<Operand>;
+    fetch_rows(queries + m * apart, apart * int64_t(sizeof(Operand)), MR, p.D * int64_t(storage_bytes(p.dtype)));
     if constexpr (Score::is_product) score.fill_direct(m, panels, queries, apart, keys, scores, chunk);
   }
 
   template <class Workspace>
-  void run_strip(ThreadState<T>& w, const Visitor& visitor, Workspace& workspace, int64_t s, int m,
-                 const Step& step) const {
+  void run_strip(State& w, const Visitor& visitor, Workspace& workspace, int64_t s, int m, const Step& step) const {
     const Row<T>* rows = w.rows + s * MR;
     const uint64_t* words = step.bits ? step.bits + rows[0].i % REGARD_TILE : nullptr;
     const Columns columns = columns_of<T>(w.spans[s], step, words, m);
@@ -205,13 +212,13 @@ template <class T, class Visitor, class Score = DotScore<T>> struct Strips {
 
     w.prefetcher.prefetch_next();
     const Panels panels = panels_of<T>(visible_columns(w.spans[s], j0, lo, hi), lo, hi);
-    const T* const keys = w.keys.transposed_at(j0 + lo);
+    const Operand* const keys = w.keys.transposed_at(j0 + lo);
     if (w.keys.any_bad)
       for (int r = 0; r < m; ++r)
         w.poisoned[s * MR + r] |= attends_bad_key(w.keys, rows[r], words ? words + r : nullptr, j0, lo, hi);
     do {
       if (direct) fill_direct(rows[0], m, panels, keys, w.scores + lo);
-      else score.fill(rows[0].h, m, panels, w.queries + s * strip_size<T>(p.D), keys, w.scores + lo, chunk);
+      else score.fill(rows[0].h, m, panels, strip_of(w, s), keys, w.scores + lo, chunk);
       if (scales.changes_logits)
         for (int r = 0; r < m; ++r) scores_to_logits(p, scales, rows[r], j0, w.scores + r * chunk, lo, hi);
       if (columns.hidden)
@@ -224,8 +231,7 @@ template <class T, class Visitor, class Score = DotScore<T>> struct Strips {
   }
 
   // Logits become weights, for visitors that want these. False if the logits have to be computed once more.
-  bool softmax(const ThreadState<T>& w, int64_t s, int m, int64_t lo, int64_t hi, T* peak, Vec<T>* sums,
-               T* alpha) const {
+  bool softmax(const State& w, int64_t s, int m, int64_t lo, int64_t hi, T* peak, Vec<T>* sums, T* alpha) const {
     const T square = w.longest[s] * w.keys.longest;
     if (!(square <= max_safe_logit<T> * max_safe_logit<T>)) {
       softmax_strip<T, chunk>(w.scores, lo, hi, peak, sums, alpha);

@@ -1,0 +1,57 @@
+// What the register kernel multiplies: numbers of the type of its sums, or pairs of bfloat16 numbers.
+#pragma once
+#include "simd.h"
+
+namespace regard::REGARD_ISA {
+
+// Two bfloat16 numbers that follow one another along the axis of a sum: an operand of the CPU's own products, which add both
+// to a float sum. The products of the pair are exact, each addition is rounded once, subnormal operands and sums count as zero.
+struct Pair {
+  uint32_t bits;
+};
+
+template <> struct SimdOf<Pair> {
+  static constexpr int lanes = vector_bytes / 4;
+  typedef uint32_t Vector __attribute__((vector_size(vector_bytes)));
+  typedef uint32_t Unaligned __attribute__((vector_size(vector_bytes), aligned(2), may_alias));
+};
+
+// How many terms of a sum an operand holds, and how many operands `n` terms take.
+template <class A> constexpr int terms = 1;
+template <> constexpr int terms<Pair> = 2;
+template <class A> REGARD_INLINE int64_t operands(int64_t n) { return (n + terms<A> - 1) / terms<A>; }
+
+// Term `n` of an operand becomes zero.
+template <class A> REGARD_INLINE void clear_term(A* x, int64_t n) {
+  constexpr size_t bytes = sizeof(A) / terms<A>;
+  __builtin_memset((char*)x + size_t(n % terms<A>) * bytes, 0, bytes);
+}
+
+template <class T> REGARD_INLINE Vec<T> broadcast_operand(const T* x) { return broadcast(*x); }
+template <class V> REGARD_INLINE V product(V x, V y) { return x * y; }
+template <class V> REGARD_INLINE V add_product(V sum, V x, V y) { return sum + x * y; }
+
+#if defined(__AVX512BF16__)
+REGARD_INLINE Vec<Pair> broadcast_operand(const Pair* x) {
+  uint32_t bits;
+  __builtin_memcpy(&bits, x, sizeof(bits));
+  return Vec<Pair>{} + bits;
+}
+REGARD_INLINE VecF add_product(VecF sum, Vec<Pair> x, Vec<Pair> y) {
+  return _mm512_dpbf16_ps(sum, bits_as<__m512bh>(x), bits_as<__m512bh>(y));
+}
+REGARD_INLINE VecF product(Vec<Pair> x, Vec<Pair> y) { return add_product(VecF{}, x, y); }
+
+// Rounded to nearest even: low[0], low[1], ... and then high[0], ...; subnormal numbers become zero.
+REGARD_INLINE Vec<Pair> to_pairs(VecF low, VecF high) { return bits_as<Vec<Pair>>(_mm512_cvtne2ps_pbh(high, low)); }
+
+// The pairs (first[0], second[0]), (first[1], second[1]), ...
+REGARD_INLINE Vec<Pair> zip_pairs(VecF first, VecF second) {
+  typedef uint16_t Halves __attribute__((vector_size(vector_bytes)));
+  const Halves x = bits_as<Halves>(to_pairs(first, second));
+  return bits_as<Vec<Pair>>(__builtin_shufflevector(x, x, 0, 16, 1, 17, 2, 18, 3, 19, 4, 20, 5, 21, 6, 22, 7, 23, 8, 24,
+                                                    9, 25, 10, 26, 11, 27, 12, 28, 13, 29, 14, 30, 15, 31));
+}
+#endif
+
+}  // namespace regard::REGARD_ISA
