@@ -51,9 +51,12 @@ class Judged:
 
 
 class Rounding:
-    """Units of rounding of a call whose tensors are stored in `dtype`."""
+    """Units of rounding of a call whose tensors are stored in `dtype`.
 
-    def __init__(self, dtype: torch.dtype) -> None:
+    pairs: whether the CPU's products of bfloat16 numbers are used.
+    """
+
+    def __init__(self, dtype: torch.dtype, pairs: bool = False) -> None:
         arithmetic = torch.finfo(torch.float64 if dtype == torch.float64 else torch.float32)
         stored = torch.finfo(dtype)
         self.u, self.h = arithmetic.eps / 2, stored.eps / 2
@@ -61,6 +64,8 @@ class Rounding:
         self.tiny = 64 * arithmetic.tiny  # error of an underflow, with a margin
         self.smallest = stored.tiny * stored.eps / 2  # half of the least number: the error of an underflow
         self.underflow = self.smallest if self.lowered else 0.0  # of what is stored once more
+        self.weight = self.h if pairs else 0.0  # weights and gradients of logits are rounded before products
+        self.flush = arithmetic.tiny if pairs else 0.0  # subnormal operands of products count as zero
 
     def store(self, exact: Tensor, bound: Tensor) -> Tensor:
         """Return the bound after rounding to the stored dtype."""
@@ -69,17 +74,18 @@ class Rounding:
 
 def judge(
     tensors: list[Tensor], description: dict[str, Any], learned: list[Tensor], dtype: torch.dtype,
-    d_output: Tensor | None = None, d_lse: Tensor | None = None, seed: int | None = None,
+    d_output: Tensor | None = None, d_lse: Tensor | None = None, seed: int | None = None, by_pairs: bool = False,
 ) -> Judged:  # fmt: skip
     """Return the exact call and its bounds; gradients are those of `(output * d_output).sum() + (lse * d_lse).sum()`.
 
-    Tensors are query, key and value in float64, with numbers that `dtype` holds exactly.
+    Tensors are query, key and value in float64, with numbers that `dtype` holds exactly. With `by_pairs`, products are
+    those of the CPU's bfloat16 instructions.
     """
     read = Reader()
     inputs = [t.detach().double().requires_grad_() for t in tensors]
     query, key, value = inputs
     x = dense(query, key, value, description, read, seed)
-    unit = Rounding(dtype)
+    unit = Rounding(dtype, by_pairs)
     bounds = _Bounds(x, description, unit)
     gradients: list[Tensor] = []
     gradient_bounds: list[Tensor] = []
@@ -140,6 +146,7 @@ class _Bounds:
 
         self.P = x.weights if x.keep is None else x.weights * x.keep
         e_P = self.e_weights if x.keep is None else self.e_weights * x.keep + 2 * u * self.P
+        e_P = e_P + unit.weight * (self.P + e_P)
         read = Reader(magnitudes=True)
         n = (self.count + 8.0).unsqueeze(-1)
         magnitude = self._values(self.P, read)
@@ -184,6 +191,10 @@ class _Bounds:
         x, u, score = self.x, self.unit.u, self.score
         D, read = x.query.shape[-1], Reader(magnitudes=True)
         d = self._products()
+        if self.unit.flush:  # a subnormal number of one vector times any of the other
+            stored = x.query @ score.matrix.detach().double() if score_kind(score) == "Bilinear" else x.query
+            lengths = stored.abs().sum(-1).unsqueeze(-1) + x.key.abs().sum(-1).unsqueeze(-2)
+            d = d + self.unit.flush * scale_of(score, D, read) * lengths
         slope, e_slope = torch.ones_like(d), torch.zeros_like(d)
         softcap = getattr(score, "softcap", None)
         if softcap is not None:
@@ -232,6 +243,9 @@ class _Bounds:
         if x.keep is not None:
             dP, size_dP = dP * x.keep, size_dP * x.keep
         e_dP = (E + 8) * u * size_dP + unit.tiny
+        if unit.flush:
+            sizes = d_output.abs().sum(-1).unsqueeze(-1) + x.value.abs().sum(-1).unsqueeze(-2)
+            e_dP = e_dP + unit.flush * sizes * (1.0 if x.keep is None else x.keep)
         delta = (x.weights * dP).sum(-1) - d_lse
         from_output = (d_output.abs() * self.output).sum(-1) + (E + 4) * u * (d_output * x.output).abs().sum(-1)
         shaw = 2 * parts_reach(self.bias) + self.count
@@ -247,6 +261,7 @@ class _Bounds:
         G, e_G = dS / self.temperature, e_dS / self.temperature + 3 * u * dS / self.temperature
         Gs = G * self.slope.abs()
         e_Gs = e_G * (self.slope.abs() + self.e_slope) + G * self.e_slope + 2 * u * Gs
+        e_Gs = e_Gs + unit.weight * (Gs + e_Gs)
 
         def add(tensor: tuple[int, int], bound: Tensor) -> None:
             if tensor in bounds:
@@ -254,6 +269,7 @@ class _Bounds:
 
         # Values, and the value half of a relative position scheme.
         e_P = self.e_again if x.keep is None else self.e_again * x.keep + 2 * u * self.P
+        e_P = e_P + unit.weight * (self.P + e_P)
         value = x.value.detach().abs().requires_grad_()
         read = Reader(magnitudes=True)
         with torch.enable_grad():
@@ -261,7 +277,7 @@ class _Bounds:
             outs = [output_of(w, value, self.bias, read, x.at) for w in weights]
             leaves = [value, *read.leaves.values()]
             rough, sums = (torch.autograd.grad(out, leaves, d_output.abs()) for out in outs)
-        e_value = rough[0] + (Q * H + 8) * u * sums[0]
+        e_value = rough[0] + (Q * H + 8) * u * sums[0] + Q * H * unit.flush
         for key, e, s in zip(read.leaves, rough[1:], sums[1:], strict=True):
             add(key, e + (B * H * Q + K + 8) * u * s)
 
@@ -342,6 +358,13 @@ class _Bounds:
             of_unit = self.unit.underflow if name == "Cosine" and read.leaves else 0.0
             bounds = [b + e for b, e in zip(bounds, (lost[0] + of_unit, of_key, *lost[1:]), strict=True)]
         bounds[0] = bounds[0] + self.unit.underflow * bool(apart)
+        if self.unit.flush:  # a subnormal query or key has no gradient
+            with torch.enable_grad():
+                targets = [query, *read.leaves.values()]
+                lost = torch.autograd.grad(products(self.score, query, torch.ones_like(key), read), targets, Gs)
+                ones = products(self.score, torch.ones_like(query), key, read)
+                lost = (lost[0], torch.autograd.grad(ones, key, Gs)[0], *lost[1:])
+            bounds = [b + self.unit.flush * e for b, e in zip(bounds, lost, strict=True)]
         for tensor, bound in zip(read.leaves, bounds[2:], strict=True):
             add(tensor, bound)
         if name != "Cosine":

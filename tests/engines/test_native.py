@@ -131,7 +131,11 @@ def test_sixteen_bit_inputs_are_summed_in_float32(dtype: torch.dtype) -> None:
     attend = rg.Attention(mask=rg.causal())
     ours, best = attend(*inputs, engine="native"), attend(*exact, engine="reference")
     assert ours.dtype == dtype
-    torch.testing.assert_close(ours.double(), best.to(dtype).double(), rtol=torch.finfo(dtype).eps, atol=1e-6)
+    eps = torch.finfo(dtype).eps
+    # The CPU's products of bfloat16 numbers round the weights first: half a unit in the last place of each.
+    pairs = dtype == torch.bfloat16 and native.build_info()["instruction set"] == "avx512bf16"
+    rounded = eps / 2 * (attend.weights(*exact[:2]) @ exact[2].abs()) if pairs else 0.0
+    assert ((ours.double() - best.to(dtype).double()).abs() <= eps * best.abs() + 1e-6 + rounded).all()
     for mine, theirs in zip(gradients(ours, inputs), gradients(best, exact), strict=True):
         assert (mine.double() - theirs).abs().max() < 8 * torch.finfo(dtype).eps * theirs.abs().max()
 
