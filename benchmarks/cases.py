@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 
 import torch
 from torch import Tensor
@@ -10,8 +10,9 @@ from torch import Tensor
 import regard as rg
 from benchmarks import definitions as define
 from benchmarks import peers
-from benchmarks.case import Case, Inputs, Target, normal, qkv, torch_peer
+from benchmarks.case import Case, Inputs, Peer, Target, normal, qkv, torch_peer
 from benchmarks.definitions import softmax_attention
+from regard.engines import native
 
 PEAK, READS = "FMA peak", "read bandwidth"
 FORWARD, BOTH = "forward", "forward + backward"
@@ -83,12 +84,47 @@ def decode() -> Iterator[Case]:
 
 
 def half_precision() -> Iterator[Case]:
-    for backward, least in ((False, 1.3), (True, 4.0)):
+    # With the CPU's own products of bfloat16 numbers, which torch uses too.
+    own = native.build_info().get("instruction set") == "avx512bf16"
+    for backward, least, of_float32 in ((False, 1.9 if own else 1.3, 1.6), (True, 4.0, 1.5)):
+        targets = [Target(peers.SDPA, least), *([Target(_FLOAT32.name, of_float32)] if own else [])]
         yield Case(
             f"bfloat16 {BOTH if backward else FORWARD}, N = 2,048", "bfloat16",
-            lambda: qkv(1, 8, 2048, 64, dtype=torch.bfloat16), plain, _PLAIN, (peers.sdpa(),),
-            (Target(peers.SDPA, least),), backward=backward, tolerance=2e-2,
+            lambda: qkv(1, 8, 2048, 64, dtype=torch.bfloat16), plain, _PLAIN, (peers.sdpa(), _FLOAT32),
+            tuple(targets), backward=backward, tolerance=2e-2,
             flops=attention_flops(1, 8, 2048**2, 64, backward), quick=not backward,
+        )  # fmt: skip
+
+
+def _build_float32(x: Inputs, threads: int) -> Callable[[], Tensor]:
+    wide = {name: tensor.float() for name, tensor in x.items() if name in ("q", "k", "v")}
+    return lambda: plain(wide)
+
+
+_FLOAT32 = Peer("ours in float32", _build_float32, ours=True)
+
+
+def caches() -> Iterator[Case]:
+    """Decoding with keys and values in fewer bytes."""
+
+    def inputs(dtype: torch.dtype) -> Inputs:
+        x = qkv(1, 8, 65536, 64, Q=1)
+        for name in "kv":
+            stored = rg.QuantizedTensor.quantize(x[name], dtype)
+            x[f"{name}_data"] = stored.data
+            if stored.scale is not None:
+                x[f"{name}_scale"] = stored.scale
+        return x
+
+    def ours(x: Inputs) -> Tensor:
+        key, value = (rg.QuantizedTensor(x[f"{n}_data"], x.get(f"{n}_scale"), torch.float32) for n in "kv")
+        return rg.attention(x["q"], key, value)
+
+    for dtype, least, tolerance in ((torch.bfloat16, 1.8, 1e-2), (torch.int8, 3.0, 2e-2)):
+        yield Case(
+            f"decode, 1 query on 65,536 keys, {str(dtype).removeprefix('torch.')} cache", "cache in fewer bytes",
+            lambda dtype=dtype: inputs(dtype), ours, _PLAIN, (_FLOAT32,), (Target(_FLOAT32.name, least),),
+            tolerance=tolerance,
         )  # fmt: skip
 
 
@@ -139,6 +175,6 @@ def cases() -> list[Case]:
     """All cases, in the order of the report."""
     from benchmarks import cases_models, cases_more
 
-    makers = (dense, causals, short, decode, *cases_more.MAKERS, half_precision, dropped, eager, layers)
+    makers = (dense, causals, short, decode, caches, *cases_more.MAKERS, half_precision, dropped, eager, layers)
     makers += cases_models.MAKERS
     return [case for maker in makers for case in maker()]

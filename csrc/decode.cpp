@@ -81,6 +81,14 @@ void add_weighted_values(const T* weight, const Matrix& v, int64_t first, int64_
   store(out + e, sum);
 }
 
+// s[c] *= the scale of row j0 + c, for c in [from, to).
+template <class T> void multiply_by_scales(const Matrix& x, int64_t j0, int64_t from, int64_t to, T* s) {
+  for (int64_t c = from; c < to; c += lanes<T>) {
+    const int64_t n = to - c;
+    store_some(s + c, 1, n, load_some(s + c, 1, n) * load_some(x.scale + (j0 + c) * x.scale_stride, x.scale_stride, n));
+  }
+}
+
 template <class T> struct Decode {
   const regard_dot& p;
   const regard_dot_result& result;
@@ -121,7 +129,7 @@ template <class T> struct Decode {
 
   void run_piece(int64_t unit, T* scratch) const {
     const int64_t head = unit / pieces, b = head / p.G, g = head % p.G, j0 = unit % pieces * piece;
-    const Matrix k = matrix_of(p.k, p.dtype, b, g, p.K, p.D), v = matrix_of(p.v, p.dtype, b, g, p.K, p.E);
+    const Matrix k = keys_of(p, b, g), v = values_of(p, b, g);
     T *query = scratch, *s = scratch + Dp;
     for (int64_t r = 0; r < rows; ++r) {
       T* out = part_of(head, unit % pieces, r);
@@ -133,24 +141,32 @@ template <class T> struct Decode {
         out[Ep] = -infinity;
         continue;
       }
-      with_storage<T>(p.dtype, [&](auto stored) {
+      read_query(row, query);
+      with_key_storage<T>(p.kv_dtype, [&](auto stored) {
         row_of_piece<typename decltype(stored)::type>(row, k, v, j0, first, last, query, s, out);
       });
     }
   }
 
+  void read_query(const Row<T>& row, T* query) const {
+    const Matrix q = matrix_of(p.q, p.dtype, row.b, row.h, p.Q, p.D);
+    with_storage<T>(p.dtype, [&](auto stored) {
+      using S = typename decltype(stored)::type;
+      for (int64_t d = 0; d < p.D; d += lanes<T>)
+        store(query + d, load_some(at<S>(q, row.i, d), q.column_stride, p.D - d) * scales.key);
+    });
+  }
+
   template <class S>
   void row_of_piece(const Row<T>& row, const Matrix& k, const Matrix& v, int64_t j0, int64_t first, int64_t last,
-                    T* query, T* s, T* out) const {
+                    const T* query, T* s, T* out) const {
     constexpr int L = lanes<T>;
-    const Matrix q = matrix_of(p.q, p.dtype, row.b, row.h, p.Q, p.D);
-    for (int64_t d = 0; d < p.D; d += L)
-      store(query + d, load_some(at<S>(q, row.i, d), q.column_stride, p.D - d) * scales.key);
 
     // Whole vectors from the first visible key's on; what is not visible is hidden before it is used.
     NonFiniteCheck<T> watch;
     const int64_t lo = (first - j0) / L * L, hi = round_up(last - j0, L);
     score_keys<T, S>(query, k, j0 + lo, least(hi, p.K - j0) - lo, s + lo);
+    if constexpr (sizeof(S) == 1) multiply_by_scales(k, j0, first - j0, last - j0, s);
     // A product with a key that is not finite is not finite.
     for (int64_t c = first - j0; checks && c < last - j0; ++c) watch(broadcast(s[c]));
     if (scales.changes_logits) scores_to_logits(p, scales, row, j0, s, lo, hi);
@@ -167,6 +183,10 @@ template <class T> struct Decode {
       sums += weight;
     }
     if (p.dropout_threshold) apply_dropout(row.dropout_key, p.dropout_threshold, j0, s, lo, hi);
+    if constexpr (sizeof(S) == 1) {
+      multiply_by_scales(v, j0, first - j0, last - j0, s);
+      for (int64_t c = first - j0; checks && c < last - j0; ++c) watch(broadcast(s[c]));
+    }
     add_weighted_values<T, S>(s + (first - j0), v, first, last - first, watch, checks, out);
     out[Ep] = peak;
     out[Ep + 1] = checks && watch.bad() ? T(__builtin_nanf("")) : reduce_add<T>(sums);

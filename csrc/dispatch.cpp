@@ -123,8 +123,17 @@ int check_inputs(const regard_dot& p) {
   return status;
 }
 
+// Keys and values of another dtype, and the scales of such of eight bits. `mixed`: whether the kernel reads them.
+int check_kv_dtype(const regard_dot& p, bool mixed) {
+  const bool scaled = p.kv_dtype == REGARD_INT8;
+  if (p.k_scale.present != scaled || p.v_scale.present != scaled) return REGARD_BAD_ARGUMENT;
+  if (p.kv_dtype == p.dtype) return REGARD_OK;
+  if (!mixed || p.weight.data || p.dtype == REGARD_FLOAT64 || p.kv_dtype == REGARD_FLOAT64) return REGARD_BAD_ARGUMENT;
+  return scaled && p.B && p.G && p.K ? check_presence(p.k_scale, p.v_scale) : REGARD_OK;
+}
+
 // Sizes whose products could not be addressed are refused here, so that the kernels need not check them again.
-int check(const regard_dot& p) {
+int check(const regard_dot& p, bool mixed = false) {
   const int64_t sizes[] = {p.B, p.H, p.G, p.Q, p.K, p.D, p.E};
   for (int64_t n : sizes)
     if (n < 0) return REGARD_BAD_ARGUMENT;
@@ -140,6 +149,8 @@ int check(const regard_dot& p) {
   if (p.G == 0 ? p.H != 0 : p.H % p.G != 0) return REGARD_BAD_ARGUMENT;
   if (const int status = check_inputs(p)) return status;
   if (p.dtype < REGARD_FLOAT32 || p.dtype > REGARD_FLOAT16 || p.threads < 1) return REGARD_BAD_ARGUMENT;
+  if (p.kv_dtype < REGARD_FLOAT32 || p.kv_dtype > REGARD_INT8) return REGARD_BAD_ARGUMENT;
+  if (const int status = check_kv_dtype(p, mixed)) return status;
   if (p.diagonal.data && p.diagonal.stride[3] != 1) return REGARD_BAD_ARGUMENT;
   if (p.row_table.data && (p.row_table.stride[3] != 1 || !p.offset)) return REGARD_BAD_ARGUMENT;
   if (p.bias.data && (p.bias_dtype < REGARD_FLOAT32 || p.bias_dtype > REGARD_FLOAT16)) return REGARD_BAD_ARGUMENT;
@@ -156,7 +167,7 @@ int check(const regard_linear& x) {
   regard_dot same{};
   same.B = x.B, same.H = x.H, same.G = x.G, same.Q = same.K = x.N, same.D = x.M, same.E = x.E;
   same.q = x.q, same.k = x.k, same.v = x.v;
-  same.dtype = x.dtype, same.threads = x.threads, same.temperature = 1;
+  same.dtype = same.kv_dtype = x.dtype, same.threads = x.threads, same.temperature = 1;
   return check(same);
 }
 
@@ -164,7 +175,7 @@ int check(const regard_recurrence& x) {
   regard_dot same{};
   same.B = x.B, same.H = same.G = x.H, same.Q = same.K = x.N, same.D = x.M, same.E = x.E;
   same.q = x.q, same.k = x.k, same.v = x.v;
-  same.dtype = x.dtype, same.threads = x.threads, same.temperature = 1;
+  same.dtype = same.kv_dtype = x.dtype, same.threads = x.threads, same.temperature = 1;
   if (const int status = check(same)) return status;
   if (!x.B || !x.H || !x.N) return REGARD_OK;
   if (!x.M || !x.E || (x.per_channel != 0 && x.per_channel != 1)) return REGARD_BAD_ARGUMENT;
@@ -256,7 +267,7 @@ const char* regard_isas_compiled(void) {
 
 int regard_dot_forward(const regard_dot* problem, const regard_dot_result* result) {
   if (!problem || !result) return REGARD_BAD_ARGUMENT;
-  const int status = regard::check(*problem);
+  const int status = regard::check(*problem, true);
   if (status != REGARD_OK) return status;
   if (problem->B == 0 || problem->H == 0 || problem->Q == 0) return REGARD_OK;
   if (problem->E && !result->out.present) return REGARD_BAD_ARGUMENT;

@@ -16,6 +16,8 @@ inline bool decode_is_better(const regard_dot& p, const regard_dot_result& resul
 }
 
 // Whether the products of a problem are those of bfloat16 numbers.
-inline bool takes_pairs(const regard_dot& p) { return p.dtype == REGARD_BFLOAT16 && !p.weight.data; }
+inline bool takes_pairs(const regard_dot& p) {
+  return p.dtype == REGARD_BFLOAT16 && p.kv_dtype == REGARD_BFLOAT16 && !p.weight.data;
+}
 
 }  // namespace regard::REGARD_ISA

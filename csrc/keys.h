@@ -35,7 +35,7 @@ template <class T, class A = T> struct PackedKeys {
 
   // Whether values can be read where they lie.
   static bool values_fit(const regard_dot& p) {
-    return terms<A> == 1 && p.dtype == (sizeof(T) == 8 ? REGARD_FLOAT64 : REGARD_FLOAT32) && p.v.stride[3] == 1 &&
+    return terms<A> == 1 && p.kv_dtype == (sizeof(T) == 8 ? REGARD_FLOAT64 : REGARD_FLOAT32) && p.v.stride[3] == 1 &&
            p.E % NR<T> == 0;
   }
 
@@ -92,9 +92,7 @@ template <class T, class A = T> struct PackedKeys {
     if (measures) longest = found ? T(infinity) : greatest(longest, longest_square(transposed_panel, factor));
     if (!found || !checks) return;
     for (int64_t lane = 0; lane < NR<T> && key + lane < k.rows; ++lane) {
-      if (!row_is_bad<T>(row_of(k, key + lane), D, k.column_stride, k.dtype) &&
-          !row_is_bad<T>(row_of(v, key + lane), E, v.column_stride, v.dtype))
-        continue;
+      if (!row_is_bad<T>(k, key + lane) && !row_is_bad<T>(v, key + lane)) continue;
       for (int64_t d = 0; d < D; ++d) clear_term(transposed_panel + d / terms<A> * NR<T> + lane, d);
       for (int64_t e = 0; e < E; e += NR<T>)
         for (int c = 0; c < NR<T>; ++c) clear_term(value_rows + e * pitch + lane / terms<A> * NR<T> + c, lane);

@@ -59,8 +59,8 @@ STRUCTURE(regard_dot)
   FIELD(B), FIELD(H), FIELD(G), FIELD(Q), FIELD(K), FIELD(D), FIELD(E), FIELD(dtype), FIELD(threads), FIELD(mask),
   FIELD(has_sink), FIELD(scale), FIELD(softcap), FIELD(temperature), FIELD(q), FIELD(k), FIELD(v), FIELD(intervals),
   FIELD(tiles), FIELD(diagonal), FIELD(row_table), FIELD(bias), FIELD(bias_dtype), FIELD(wants_value_table),
-  FIELD(radius), FIELD(offset), FIELD(sink), FIELD(seed), FIELD(dropout_threshold), FIELD(reserved),
-  FIELD(dropout_scale), FIELD(weight)
+  FIELD(radius), FIELD(offset), FIELD(sink), FIELD(seed), FIELD(dropout_threshold), FIELD(kv_dtype),
+  FIELD(dropout_scale), FIELD(weight), FIELD(k_scale), FIELD(v_scale)
 END
 STRUCTURE(regard_dot_result)
   FIELD(out), FIELD(lse), FIELD(out_table)
@@ -156,6 +156,7 @@ END
     NUMBER(REGARD_SILU),
     NUMBER(REGARD_TANH),
     NUMBER(REGARD_CHECKPOINT),
+    NUMBER(REGARD_INT8),
 };
 
 // The text, written once when the library is loaded.

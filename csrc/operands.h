@@ -16,6 +16,18 @@ template <> struct SimdOf<Pair> {
   typedef uint32_t Unaligned __attribute__((vector_size(vector_bytes), aligned(2), may_alias));
 };
 
+// What keys and values of a cache may be stored as: eight signed bits, exactly.
+struct int8 {
+  int8_t bits;
+};
+REGARD_INLINE VecF load_as(const int8* p) {
+  typedef int8_t Bytes __attribute__((vector_size(vector_bytes / 4)));
+  Bytes x;
+  __builtin_memcpy(&x, p, sizeof(x));
+  return __builtin_convertvector(__builtin_convertvector(x, IntVec<float>), VecF);
+}
+REGARD_INLINE float get(const int8* p) { return float(p->bits); }
+
 // How many terms of a sum an operand holds, and how many operands `n` terms take.
 template <class A> constexpr int terms = 1;
 template <> constexpr int terms<Pair> = 2;

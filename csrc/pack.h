@@ -17,12 +17,19 @@ struct Matrix {
   int64_t row_stride, column_stride;
   int64_t rows, columns;
   int32_t dtype;
+  const float* scale = nullptr;  // of each row, of numbers of eight bits
+  int64_t scale_stride = 0;
+
+  // A row is its numbers times this.
+  REGARD_INLINE float scale_of(int64_t row) const { return scale ? scale[row * scale_stride] : 1.0f; }
 };
 
 template <class S> REGARD_INLINE const S* at(const Matrix& x, int64_t row, int64_t column) {
   return (const S*)x.data + row * x.row_stride + column * x.column_stride;
 }
-inline size_t storage_bytes(int32_t dtype) { return dtype == REGARD_FLOAT64 ? 8 : dtype == REGARD_FLOAT32 ? 4 : 2; }
+inline size_t storage_bytes(int32_t dtype) {
+  return dtype == REGARD_FLOAT64 ? 8 : dtype == REGARD_FLOAT32 ? 4 : dtype == REGARD_INT8 ? 1 : 2;
+}
 inline void* row_of(const Matrix& x, int64_t row) {
   return (char*)x.data + row * x.row_stride * int64_t(storage_bytes(x.dtype));
 }
@@ -36,6 +43,14 @@ template <class T, class F> REGARD_INLINE void with_storage(int32_t dtype, F&& f
   else if (dtype == REGARD_BFLOAT16) f(Stored<bfloat16>{});
   else if (dtype == REGARD_FLOAT16) f(Stored<float16>{});
   else f(Stored<float>{});
+}
+
+// The same for keys and values, which may also be numbers of eight bits.
+template <class T, class F> REGARD_INLINE void with_key_storage(int32_t dtype, F&& f) {
+  if constexpr (sizeof(T) == 4) {
+    if (dtype == REGARD_INT8) return f(Stored<int8>{});
+  }
+  with_storage<T>(dtype, f);
 }
 
 // Asks for rows that are needed soon: while something else is computed, the processor does not guess which are next. They
@@ -73,16 +88,19 @@ struct Prefetcher {
   }
 };
 
-// Whether a row holds NaN or an infinity.
+// Whether a row, times a scale, holds NaN or an infinity.
 template <class T> __attribute__((noinline)) bool row_is_bad(const void* row, int64_t columns, int64_t stride,
-                                                             int32_t dtype) {
+                                                             int32_t dtype, T scale = 1) {
   IntVec<T> found{};
-  with_storage<T>(dtype, [&](auto stored) {
+  with_key_storage<T>(dtype, [&](auto stored) {
     using S = typename decltype(stored)::type;
     for (int64_t c = 0; c < columns; c += lanes<T>)
-      found |= not_finite<T>(load_some((const S*)row + c * stride, stride, columns - c));
+      found |= not_finite<T>(load_some((const S*)row + c * stride, stride, columns - c) * scale);
   });
   return any_lane(found);
+}
+template <class T> bool row_is_bad(const Matrix& x, int64_t row) {
+  return row_is_bad<T>(row_of(x, row), x.columns, x.column_stride, x.dtype, T(x.scale_of(row)));
 }
 
 // Gathers whether a NaN or an infinity passed by, for one multiply-add a vector: only these times zero are not zero. Vectors
@@ -120,19 +138,27 @@ template <bool whole, class S> REGARD_INLINE Vec<Computed<S>> load_row(const S* 
 template <class T> __attribute__((noinline)) bool pack_transposed(const Matrix& x, int64_t row, T factor, T* out) {
   constexpr int L = lanes<T>;
   NonFiniteCheck<T> watch;
-  with_storage<T>(x.dtype, [&](auto stored) __attribute__((always_inline)) {
+  with_key_storage<T>(x.dtype, [&](auto stored) __attribute__((always_inline)) {
     using S = typename decltype(stored)::type;
+    constexpr bool scaled = sizeof(S) == 1;
     const auto squares = [&](auto whole, int64_t from, int64_t to) __attribute__((always_inline)) {
       for (int half = 0; half < NR<T>; half += L) {
         const S* rows[L];
+        T scale[L];
         REGARD_UNROLL
-        for (int i = 0; i < L; ++i) rows[i] = row + half + i < x.rows ? at<S>(x, row + half + i, 0) : nullptr;
+        for (int i = 0; i < L; ++i) {
+          rows[i] = row + half + i < x.rows ? at<S>(x, row + half + i, 0) : nullptr;
+          if constexpr (scaled) scale[i] = rows[i] ? x.scale_of(row + half + i) : T(0);
+        }
         for (int64_t c = from; c < to; c += L) {
           const int64_t width = to - c;
           Vec<T> v[L];
           REGARD_UNROLL
-          for (int i = 0; i < L; ++i)
-            v[i] = watch(load_row<decltype(whole)::value>(rows[i], c, x.column_stride, width), i) * factor;
+          for (int i = 0; i < L; ++i) {
+            Vec<T> numbers = load_row<decltype(whole)::value>(rows[i], c, x.column_stride, width);
+            if constexpr (scaled) numbers *= scale[i];
+            v[i] = watch(numbers, i) * factor;
+          }
           transpose<T>(v);
           REGARD_UNROLL
           for (int i = 0; i < L; ++i)
@@ -154,22 +180,27 @@ template <class T>
 __attribute__((noinline)) bool pack_panels(const Matrix& x, int64_t row, int64_t count, T* out, int64_t panel) {
   constexpr int L = lanes<T>;
   NonFiniteCheck<T> watch;
-  with_storage<T>(x.dtype, [&](auto stored) __attribute__((always_inline)) {
+  with_key_storage<T>(x.dtype, [&](auto stored) __attribute__((always_inline)) {
     using S = typename decltype(stored)::type;
     const int64_t whole = x.column_stride == 1 ? x.columns / NR<T> * NR<T> : 0;
     for (int64_t r = 0; r < count; ++r) {
       const S* from = row + r < x.rows ? at<S>(x, row + r, 0) : nullptr;
+      const T scale = sizeof(S) == 1 && from ? T(x.scale_of(row + r)) : T(1);
+      const auto scaled = [&](Vec<T> numbers) __attribute__((always_inline)) {
+        if constexpr (sizeof(S) == 1) return numbers * scale;
+        else return numbers;
+      };
       T* to = out + r * NR<T>;
       int64_t c = 0;
       if (from)
         for (; c < whole; c += NR<T>, to += panel) {
-          store(to, watch(load_as(from + c), 0));
-          store(to + L, watch(load_as(from + c + L), 1));
+          store(to, watch(scaled(load_as(from + c)), 0));
+          store(to + L, watch(scaled(load_as(from + c + L)), 1));
         }
       for (; c < x.columns; c += NR<T>, to += panel) {
         const int64_t left = x.columns - c, right = left - L;
-        store(to, watch(load_row<false>(from, c, x.column_stride, left)));
-        store(to + L, watch(load_row<false>(right > 0 ? from : nullptr, c + L, x.column_stride, right)));
+        store(to, watch(scaled(load_row<false>(from, c, x.column_stride, left))));
+        store(to + L, watch(scaled(load_row<false>(right > 0 ? from : nullptr, c + L, x.column_stride, right))));
       }
     }
   });
@@ -270,6 +301,20 @@ template <class T> void unpack_row(const Matrix& x, int64_t row, const T* number
 inline Matrix matrix_of(const regard_tensor& t, int32_t dtype, int64_t b, int64_t head, int64_t rows, int64_t columns) {
   const int64_t first = (b * t.stride[0] + head * t.stride[1]) * int64_t(storage_bytes(dtype));
   return {t.data ? (const char*)t.data + first : nullptr, t.stride[2], t.stride[3], rows, columns, dtype};
+}
+inline Matrix scaled_matrix_of(const regard_tensor& t, const regard_tensor& scale, int32_t dtype, int64_t b,
+                               int64_t head, int64_t rows, int64_t columns) {
+  Matrix x = matrix_of(t, dtype, b, head, rows, columns);
+  if (scale.data) x.scale = (const float*)scale.data + b * scale.stride[0] + head * scale.stride[1];
+  x.scale_stride = scale.stride[2];
+  return x;
+}
+// Keys and values of a key/value head.
+inline Matrix keys_of(const regard_dot& p, int64_t b, int64_t g) {
+  return scaled_matrix_of(p.k, p.k_scale, p.kv_dtype, b, g, p.K, p.D);
+}
+inline Matrix values_of(const regard_dot& p, int64_t b, int64_t g) {
+  return scaled_matrix_of(p.v, p.v_scale, p.kv_dtype, b, g, p.K, p.E);
 }
 
 }  // namespace regard::REGARD_ISA

@@ -18,9 +18,11 @@ extern "C" {
 
 // Changes whenever the meaning of a structure or a signature below does; the caller compares it before anything else.
 // The layout of the structures is not a matter of this number: regard_layout describes it, and the caller reads that.
-enum { REGARD_INTERFACE = 11 };
+enum { REGARD_INTERFACE = 12 };
 
 enum { REGARD_FLOAT32 = 0, REGARD_FLOAT64 = 1, REGARD_BFLOAT16 = 2, REGARD_FLOAT16 = 3 };
+// Of keys and values alone: numbers of eight bits, times a scale for each key of a head.
+enum { REGARD_INT8 = 4 };
 
 enum {
   REGARD_OK = 0,
@@ -74,7 +76,7 @@ enum { REGARD_FEATURES = 0, REGARD_ELU = 1 };
 //   weights = softmax over the visible keys and the sink;   out = dropout(weights) v
 typedef struct {
   int64_t B, H, G, Q, K, D, E;
-  int32_t dtype;     // of q, k, v, out and their gradients
+  int32_t dtype;     // of q, out and their gradients
   int32_t threads;   // at most this many
   int32_t mask;      // which of intervals and tiles there is
   int32_t has_sink;  // 1, or 0
@@ -95,10 +97,11 @@ typedef struct {
 
   uint64_t seed;               // of dropout
   uint32_t dropout_threshold;  // a weight is kept iff its hash is at least this; 0: no dropout
-  uint32_t reserved;
-  double dropout_scale;  // kept weights are multiplied by this
+  int32_t kv_dtype;            // of k and v; other than dtype in regard_dot_forward only
+  double dropout_scale;        // kept weights are multiplied by this
 
   regard_tensor weight;  // Real (1, H|1, 1, D) of the additive score, or absent; where heads differ in it, H equals G
+  regard_tensor k_scale, v_scale;  // float (B, G, K), where kv_dtype is REGARD_INT8
 } regard_dot;
 
 typedef struct {

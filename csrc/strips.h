@@ -81,8 +81,6 @@ template <class T, class Visitor, class Score = DotScore<T>> struct Strips {
     at.longest = layout.add(strips, 1, sizeof(T));
   }
 
-  Matrix keys_of(int64_t head) const { return matrix_of(p.k, p.dtype, head / p.G, head % p.G, p.K, p.D); }
-  Matrix values_of(int64_t head) const { return matrix_of(p.v, p.dtype, head / p.G, head % p.G, p.K, p.E); }
   int64_t units() const { return p.B * p.G * blocks.per_group; }
   int plan(const double*) { return REGARD_OK; }
 
@@ -135,12 +133,12 @@ template <class T, class Visitor, class Score = DotScore<T>> struct Strips {
     for (int64_t unit = first; unit < last; ++unit) {
       if (unit / blocks.per_group != head) {
         head = unit / blocks.per_group;
-        w.k = keys_of(head);
-        w.v = values_of(head);
+        w.k = keys_of(p, head / p.G, head % p.G);
+        w.v = values_of(p, head / p.G, head % p.G);
         w.keys.forget();
         w.prefetcher.reset((head + 1) * blocks.per_group < last ? 2 * blocks.per_group * strips : 0);
-        w.prefetcher.add(keys_of(head + 1));
-        w.prefetcher.add(values_of(head + 1));
+        w.prefetcher.add(keys_of(p, (head + 1) / p.G, (head + 1) % p.G));
+        w.prefetcher.add(values_of(p, (head + 1) / p.G, (head + 1) % p.G));
       }
       run_block(w, visitor, workspace, head / p.G, head % p.G, unit % blocks.per_group);
     }

@@ -31,6 +31,7 @@ LAYERS = [
         "launch",
         "printable",
         "progress",
+        "quantized",
         "sharding",
     },
     {"scores", "masks", "positions"},

@@ -31,6 +31,7 @@ from regard.masks import (
 from regard.models.checkpoints import load, save
 from regard.nn.packing import Packed, pack, unpack
 from regard.positions import Bias, alibi, dense_bias, learned, relative, rotary, shaw, sinusoidal, t5
+from regard.quantized import QuantizedTensor
 from regard.scores import Additive, Bilinear, Cosine, Dot, Modified
 
 __version__ = "0.1.0"
@@ -40,6 +41,7 @@ __all__ = [
     "Attention",
     "attention",
     "merge",
+    "QuantizedTensor",
     "CannotCompute",
     "Explanation",
     "Statistics",

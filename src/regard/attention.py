@@ -15,6 +15,7 @@ from regard import arguments
 from regard.arguments import Index
 from regard.cache import CACHE
 from regard.description import Description, snapshot
+from regard.engines import native
 from regard.engines.autocast import autocast, autocast_enabled, no_autocast
 from regard.engines.derivatives import transform_state
 from regard.engines.dropout import draw_seed
@@ -26,9 +27,11 @@ from regard.engines.tensor_memory import is_direct, is_sharded
 from regard.geometry import CallSlice, Frame, format_shape, pad_leading
 from regard.masks import Mask, dense
 from regard.positions.biases import Bias, dense_bias, is_built_in
+from regard.quantized import QuantizedTensor, dequantize, is_one_batch
 from regard.scores import BUILT_IN, DEFAULT_SCORE, Score, to_score
 from regard.sharding import current_sharding
 
+Keys = Tensor | QuantizedTensor  # what keys and values may be
 OBSERVERS: ContextVar[tuple[Callable[[Attention, Tensor, Tensor, Tensor], None], ...]] = ContextVar(
     "observers", default=()
 )
@@ -134,27 +137,27 @@ class Attention(Description):
         def __call__(
             self,
             query: Tensor,
-            key: Tensor,
-            value: Tensor,
+            key: Keys,
+            value: Keys,
             *,
             engine: str | None = None,
             return_lse: Literal[False] = False,
         ) -> Tensor: ...
         @overload
         def __call__(
-            self, query: Tensor, key: Tensor, value: Tensor, *, engine: str | None = None, return_lse: Literal[True]
+            self, query: Tensor, key: Keys, value: Keys, *, engine: str | None = None, return_lse: Literal[True]
         ) -> tuple[Tensor, Tensor]: ...
         @overload
         def __call__(
-            self, query: Tensor, key: Tensor, value: Tensor, *, engine: str | None = None, return_lse: bool
+            self, query: Tensor, key: Keys, value: Keys, *, engine: str | None = None, return_lse: bool
         ) -> Any: ...
         def __call__(self, *args: Any, **kwargs: Any) -> Any: ...
 
     def forward(
         self,
         query: Tensor,
-        key: Tensor,
-        value: Tensor,
+        key: Keys,
+        value: Keys,
         *,
         engine: str | None = None,
         return_lse: bool = False,
@@ -162,10 +165,13 @@ class Attention(Description):
     ) -> Any:
         """Return the output (B, H, Q, E), and with `return_lse=True` also the log-sum-exp (B, H, Q).
 
-        `engine` forces an engine by name; by default the fastest engine that supports the call is used.
+        `engine` forces an engine by name; by default the fastest engine that supports the call is used. Keys and values
+        may be those of a cache in fewer bytes, `QuantizedTensor`.
         """
         if unknown:
             arguments.reject_keywords("Attention.forward", unknown)
+        if isinstance(key, QuantizedTensor) or isinstance(value, QuantizedTensor):
+            return self._forward_quantized(query, key, value, engine, return_lse)
         if torch._C._is_any_autocast_enabled() and autocast_enabled(query):
             query, key, value = autocast(query, key, value)
             with no_autocast(query.device):
@@ -180,6 +186,19 @@ class Attention(Description):
             attend = self if self.training else self.replace(dropout=0.0)
             return sharding.attend(attend, query, key, value, engine=engine, return_lse=return_lse)
         return self.forward_local(query, key, value, engine=engine, return_lse=return_lse)
+
+    def _forward_quantized(self, query: Tensor, key: Any, value: Any, engine: str | None, return_lse: bool) -> Any:
+        """Attend to quantized keys and values: the native engine reads them in place, others get them dequantized."""
+        watched = torch.compiler.is_compiling() or OBSERVERS.get() or INTERVENTION.get() is not None
+        watched = watched or torch._C._is_any_autocast_enabled() or current_sharding() is not None
+        if not watched and type(key) is type(value) and is_one_batch(query, key, value):
+            like = query.new_empty(())
+            problem, chosen = self._plan(query, like.expand(key.shape), like.expand(value.shape), engine, return_lse)
+            found = native.run_quantized(problem, query, (key, value)) if chosen is native.ENGINE else None
+            if found is not None:
+                return found if return_lse else found[0]
+        key, value = dequantize(key, query.dtype), dequantize(value, query.dtype)
+        return self.forward(query, key, value, engine=engine, return_lse=return_lse)
 
     def forward_local(
         self, query: Tensor, key: Tensor, value: Tensor, *, engine: str | None = None, return_lse: bool = False
@@ -457,25 +476,25 @@ class AttentionOptions(TypedDict, total=False):
 @overload
 def attention(
     query: Tensor,
-    key: Tensor,
-    value: Tensor,
+    key: Keys,
+    value: Keys,
     *,
     return_lse: Literal[False] = False,
     **options: Unpack[AttentionOptions],
 ) -> Tensor: ...
 @overload
 def attention(
-    query: Tensor, key: Tensor, value: Tensor, *, return_lse: Literal[True], **options: Unpack[AttentionOptions]
+    query: Tensor, key: Keys, value: Keys, *, return_lse: Literal[True], **options: Unpack[AttentionOptions]
 ) -> tuple[Tensor, Tensor]: ...
 @overload
 def attention(
-    query: Tensor, key: Tensor, value: Tensor, *, return_lse: bool, **options: Unpack[AttentionOptions]
+    query: Tensor, key: Keys, value: Keys, *, return_lse: bool, **options: Unpack[AttentionOptions]
 ) -> Any: ...
 @arguments.explain_torch_keywords("attention")
 def attention(
     query: Tensor,
-    key: Tensor,
-    value: Tensor,
+    key: Keys,
+    value: Keys,
     *,
     score: Score | Callable[..., Tensor] = DEFAULT_SCORE,
     mask: Mask | Tensor | None = None,

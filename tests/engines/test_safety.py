@@ -74,7 +74,8 @@ OFFSET = np.zeros(1, np.int64)
 
 def problem(**changes: object) -> Problem:
     made = Problem(
-        1, 2, 1, Q, K, D, 3, 1, 1, 0, 0, 0.5, 0.0, 1.0, place(QUERY), place(KEY), place(VALUE), dropout_scale=1.0
+        1, 2, 1, Q, K, D, 3, 1, 1, 0, 0, 0.5, 0.0, 1.0, place(QUERY), place(KEY), place(VALUE), dropout_scale=1.0,
+        kv_dtype=1,
     )  # fmt: skip
     for name, value in changes.items():
         setattr(made, name, value)
@@ -201,6 +202,10 @@ WRONG = {
     "no key heads": {"G": 0},
     "an unknown dtype": {"dtype": 4},
     "a negative dtype": {"dtype": -1},
+    "an unknown dtype of keys": {"kv_dtype": 5},
+    "keys of another dtype than float64": {"kv_dtype": 0},
+    "int8 without scales": {"dtype": 0, "kv_dtype": 4},
+    "scales without int8": {"k_scale": place(LSE), "v_scale": place(LSE)},
     "no threads": {"threads": 0},
     "no query": {"q": Place()},
     "no key": {"k": Place()},

@@ -178,7 +178,9 @@ class LanguageModel(nn.Module):
         weight = self.output_layer.weight
         return token_loss(hidden, weight, labels, smoothing=smoothing, softcap=self.config.final_softcap)
 
-    def start_generation(self, prompts: Tensor | Sequence[Tensor]) -> tuple[GenerationState, Tensor]:
+    def start_generation(
+        self, prompts: Tensor | Sequence[Tensor], *, cache_dtype: torch.dtype | None = None
+    ) -> tuple[GenerationState, Tensor]:
         """Return a state to generate from, and the prompts as one left-padded tensor (R, n)."""
         rows = list(prompts)
         if not rows or any(row.dim() != 1 or not len(row) for row in rows):
@@ -187,7 +189,7 @@ class LanguageModel(nn.Module):
         longest = max(map(len, rows))
         left_padding = torch.tensor([longest - len(row) for row in rows], device=rows[0].device)
         first = torch.stack([F.pad(row, (longest - len(row), 0)) for row in rows])
-        cache = self.stack.cache()
+        cache = self.stack.cache(dtype=cache_dtype)
 
         def forward(ids: Tensor, context: LayerContext) -> Tensor:
             assert context.positions is not None
@@ -197,14 +199,16 @@ class LanguageModel(nn.Module):
 
     def generate(
         self, prompts: Tensor | Sequence[Tensor], *, max_new_tokens: int = 64, strategy: Strategy | None = None,
-        stop: int | Sequence[int] = (),
+        stop: int | Sequence[int] = (), cache_dtype: torch.dtype | None = None,
     ) -> list[Tensor]:  # fmt: skip
         """Generate at most `max_new_tokens` tokens after each prompt, up to a stop token; greedy by default.
 
         prompts: ids (B, N), or a list of ids of different lengths.
+        cache_dtype: `torch.bfloat16`, `torch.float16` or `torch.int8` to keep keys and values in fewer bytes, see
+            `nn.Cache`.
         """
         with torch.inference_mode():
-            state, first = self.start_generation(prompts)
+            state, first = self.start_generation(prompts, cache_dtype=cache_dtype)
             return generate(state, first, strategy=strategy or Greedy(), max_new_tokens=max_new_tokens, stop=stop)
 
     def stream(
@@ -214,9 +218,10 @@ class LanguageModel(nn.Module):
         max_new_tokens: int = 64,
         strategy: Greedy | Sample | None = None,
         stop: int | Sequence[int] = (),
+        cache_dtype: torch.dtype | None = None,
     ) -> Iterator[int]:
-        """Yield the tokens that follow one prompt (n,) as they are generated, up to a stop token."""
-        state, first = self.start_generation([prompt])
+        """Yield the tokens that follow one prompt (n,) as they are generated, up to a stop token, as in `generate`."""
+        state, first = self.start_generation([prompt], cache_dtype=cache_dtype)
         stop = stop_tokens(stop)
         for token in generate_steps(state, first, strategy or Greedy(), max_new_tokens=max_new_tokens, stop=stop):
             if int(token) in stop:

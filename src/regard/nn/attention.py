@@ -160,14 +160,15 @@ class MultiHeadAttention(nn.Module):
             k, v = self._key_value(x if source is None else source, context)
             k = self._rotate(k, context, start, of_source=source is not None)
         q, k, v = q.transpose(1, 2), k.transpose(1, 2), v.transpose(1, 2)
-        if context.relative is not None:
-            attend = self._add_relative(context.combine(self.attend), q, k, context.relative, source, cache)
-        elif cache is None:
-            attend = context.combine(self.attend)
+        if cache is not None and context.relative is None:
+            keys, values = cache.append(k, v)
+            attend = context.combine(self.attend, cached=True, dropped=cache.dropped)
+            out = shift_to_cache(attend, cache, q, values.shape[-1])(q, keys, values)  # (B, H, N, E), laid out as q is
         else:
-            k, v = cache.append(k, v)
-            attend = shift_to_cache(context.combine(self.attend, cached=True, dropped=cache.dropped), cache, q, v)
-        out = attend(q, k, v)  # (B, H, N, E), laid out as q is
+            attend = context.combine(self.attend)
+            if context.relative is not None:
+                attend = self._add_relative(attend, q, k, context.relative, source, cache)
+            out = attend(q, k, v)
         return project(out.transpose(1, 2).flatten(2), self.output.weight, self.output.bias)
 
     def _fused_projection(self, x: Tensor, context: LayerContext, start: int) -> tuple[Tensor, Tensor, Tensor]:
@@ -258,10 +259,13 @@ class MultiHeadAttention(nn.Module):
         out = attend(q.transpose(1, 2), k, v)
         return project(out.transpose(1, 2).flatten(2), self.output.weight, self.output.bias).view(x.shape)
 
-    def cache(self) -> Cache:
-        """Return an empty cache for this layer: a `WindowCache` if the mask limits how far back a query attends."""
+    def cache(self, *, dtype: torch.dtype | None = None) -> Cache:
+        """Return an empty cache for this layer: a `WindowCache` if the mask limits how far back a query attends.
+
+        dtype: `torch.bfloat16`, `torch.float16` or `torch.int8` to store keys and values in fewer bytes, see `Cache`.
+        """
         reach = max_lookback(self.attend)
-        return Cache() if reach is None else WindowCache(reach + 1)
+        return Cache(dtype=dtype) if reach is None else WindowCache(reach + 1, dtype=dtype)
 
 
 class TokenNorm(nn.Module):

@@ -8,10 +8,17 @@ import torch
 from torch import Tensor
 
 from regard.fingerprint import fingerprint
+from regard.quantized import QuantizedTensor, check_stored_dtype
+
+Stored = tuple[Tensor, Tensor] | tuple[QuantizedTensor, QuantizedTensor]  # keys and values
 
 
 class Cache:
     """A growing cache of keys and values (B, G, K, D). Capacity doubles when full: amortised O(1) copying per token.
+
+    dtype: `torch.bfloat16`, `torch.float16` or `torch.int8` (with a scale per token and head) store tokens in fewer
+        bytes: `append` then returns `QuantizedTensor`s, which attention reads in place. By default tokens are stored as
+        they are.
 
     >>> import torch
     >>> from regard.nn import Cache
@@ -20,94 +27,124 @@ class Cache:
     ...     keys, values = cache.append(torch.randn(1, 2, 4, 8), torch.randn(1, 2, 4, 8))
     >>> keys.shape
     torch.Size([1, 2, 12, 8])
+    >>> Cache(dtype=torch.int8).append(torch.randn(1, 2, 4, 8), torch.randn(1, 2, 4, 8))[0]
+    QuantizedTensor((1, 2, 4, 8), int8, for float32)
     """
 
-    def __init__(self, capacity: int = 64) -> None:
+    def __init__(self, capacity: int = 64, *, dtype: torch.dtype | None = None) -> None:
+        if dtype is not None:
+            check_stored_dtype(dtype)
         self.capacity = capacity
+        self.dtype = dtype
         self.length = 0  # tokens stored
         self.dropped = 0  # tokens evicted from the front
-        self._keys: Tensor | None = None
-        self._values: Tensor | None = None
+        self._held: list[Tensor] = []  # keys and values; of int8 also their scales (B, G, K)
+        self._given = torch.float32  # dtype of the appended tokens
 
     @property
     def seen_tokens(self) -> int:
         """Number of tokens appended so far, including dropped ones."""
         return self.length + self.dropped
 
-    def append(self, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor]:
+    def append(self, key: Tensor, value: Tensor) -> Stored:
         """Append keys and values (B, G, n, D); return views of all keys and values that the new queries attend to."""
         self._check(key, value)
-        keys, values = self.extend(key, value)
-        start, stop = self.length - key.shape[2], self.length
-        keys[:, :, start:stop] = key
-        values[:, :, start:stop] = value
-        return keys[:, :, :stop], values[:, :, :stop]
+        new = self._to_stored(key, value)
+        self._make_room(new)
+        self._write(new, self.length - key.shape[2])
+        return self._view(0, self.length)
 
     def extend(self, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor]:
         """Make room for keys and values (B, G, n, D), and return buffers (B, G, capacity, D).
 
-        The caller writes them to the last n of `length` tokens.
+        The caller writes them to the last n of `length` tokens, as they are: see `holds_like`.
         """
-        stop = self.length + key.shape[2]
-        if self._keys is None or self._values is None or stop > self._keys.shape[2]:
-            self._reserve(key, value, stop)
-        assert self._keys is not None
-        assert self._values is not None
-        self.length = stop
-        return self._keys, self._values
+        self._given = key.dtype
+        self._make_room([key, value])
+        return self._held[0], self._held[1]
 
     def holds_like(self, key: Tensor, value: Tensor) -> bool:
-        """Whether the cache is empty, or holds tokens like the given ones: B, G, D, dtype and device are the same."""
-        return all(
-            held is None
-            or (held.shape[:2] == new.shape[:2] and held.shape[3] == new.shape[3] and held.dtype == new.dtype
-                and held.device == new.device)
-            for new, held in ((key, self._keys), (value, self._values))
+        """Whether tokens like these are stored as they are, with the B, G, D and device of those in the cache."""
+        return self.dtype in (None, key.dtype) and all(
+            held.shape[:2] == new.shape[:2] and held.shape[3] == new.shape[3] and held.dtype == new.dtype
+            and held.device == new.device
+            for new, held in zip((key, value), self._held, strict=False)
         )  # fmt: skip
+
+    def _make_room(self, new: list[Tensor]) -> None:
+        stop = self.length + new[0].shape[2]
+        if not self._held or stop > self._room:
+            self._reserve(new, stop)
+        self.length = stop
 
     def reorder(self, rows: Tensor, start: int = 0) -> None:
         """Make batch row b continue row `rows[b]`. The two must agree on the tokens before `start`."""
-        if self._keys is None or self._values is None:
+        if not self._held:
             return
         start = max(start - self.dropped, 0)
         changed = (rows != torch.arange(len(rows), device=rows.device)).nonzero()[:, 0]
-        if len(rows) != len(self._keys):
-            self._keys, self._values = self._keys[rows], self._values[rows]
+        if len(rows) != len(self._held[0]):
+            self._held = [held[rows] for held in self._held]
         elif len(changed) and start < self.length:
-            for held in (self._keys, self._values):
+            for held in self._held:
                 part = held[:, :, start : self.length]
                 part[changed] = part[rows[changed]]
 
+    @property
+    def _room(self) -> int:
+        return self._held[0].shape[2]
+
+    def _to_stored(self, key: Tensor, value: Tensor) -> list[Tensor]:
+        """Return new tokens in the form of `_held`."""
+        if self.dtype is None or self.dtype == key.dtype:
+            return [key, value]
+        parts = [QuantizedTensor.quantize(x, self.dtype) for x in (key, value)]
+        return [part.data for part in parts] + [part.scale for part in parts if part.scale is not None]
+
+    def _write(self, new: list[Tensor], start: int) -> None:
+        for held, tokens in zip(self._held, new, strict=True):
+            held[:, :, start : start + tokens.shape[2]] = tokens
+
+    def _view(self, start: int, stop: int) -> Stored:
+        parts = [held[:, :, start:stop] for held in self._held]
+        if self.dtype is None or self.dtype == self._given:
+            return parts[0], parts[1]
+        scales = parts[2:] or (None, None)
+        keys, values = (QuantizedTensor(parts[n], scales[n], self._given) for n in range(2))
+        return keys, values
+
     def _check(self, key: Tensor, value: Tensor) -> None:
         """Raise unless the new tokens match the stored ones; an assignment would silently broadcast or convert them."""
-        for name, new, held in (("key", key, self._keys), ("value", value, self._values)):
-            if held is None:
-                continue
+        if key.shape[:3] != value.shape[:3] or key.dtype != value.dtype:
+            raise ValueError(
+                "key and value must be (B, G, n, D) and (B, G, n, E) with equal B, G, n and dtype, got "
+                f"{tuple(key.shape)} of {key.dtype} and {tuple(value.shape)} of {value.dtype}"
+            )
+        if not self._held:
+            self._given = key.dtype
+        for name, new, held in zip(("key", "value"), (key, value), self._held, strict=False):
             expected, given = (
-                (x.shape[0], x.shape[1], x.shape[3], x.dtype, str(x.device)) for x in (held, new)
-            )  # fmt: skip
+                (x.shape[0], x.shape[1], x.shape[3], dtype, str(x.device))
+                for x, dtype in ((held, self._given), (new, new.dtype))
+            )
             if expected != given:
                 raise ValueError(
                     f"{name} must be (B, G, n, D) with the B, G, D, dtype and device of the cached tokens, "
                     f"{expected}, got {given}; use an empty cache for another batch"
                 )
-        if key.shape[:3] != value.shape[:3]:
-            raise ValueError(
-                f"key and value must be (B, G, n, D) and (B, G, n, E) with equal B, G and n, got {tuple(key.shape)} "
-                f"and {tuple(value.shape)}"
-            )
 
-    def _reserve(self, key: Tensor, value: Tensor, needed: int) -> None:
+    def _reserve(self, new: list[Tensor], needed: int) -> None:
         room = max(self.capacity, needed)
-        if self._keys is not None:
-            room = max(room, 2 * self._keys.shape[2])
-        self._keys, self._values = self._reallocate(self._keys, key, room), self._reallocate(self._values, value, room)
+        if self._held:
+            room = max(room, 2 * self._room)
+        self._reallocate(new, room)
 
-    def _reallocate(self, held: Tensor | None, like: Tensor, room: int) -> Tensor:
-        buffer = like.new_empty(*like.shape[:2], room, like.shape[3])
-        if held is not None:
-            buffer[:, :, : self.length] = held[:, :, : self.length]
-        return buffer
+    def _reallocate(self, like: list[Tensor], room: int, first: int = 0) -> None:
+        """Move the stored tokens, which begin at `first`, to the front of new buffers."""
+        buffers = [tensor.new_empty(*tensor.shape[:2], room, *tensor.shape[3:]) for tensor in like]
+        for buffer, held in zip(buffers, self._held, strict=False):
+            buffer[:, :, : self.length] = held[:, :, first : first + self.length]
+        self._held = buffers
 
 
 class FixedCache(Cache):
@@ -119,13 +156,13 @@ class FixedCache(Cache):
     torch.Size([1, 2, 4, 8])
     """
 
-    def _reserve(self, key: Tensor, value: Tensor, needed: int) -> None:
+    def _reserve(self, new: list[Tensor], needed: int) -> None:
         if needed > self.capacity:
             raise ValueError(
                 f"the cache has a capacity of {self.capacity} tokens, but {needed} are needed; "
                 "increase its capacity, or use a Cache, which grows"
             )
-        super()._reserve(key, value, needed)
+        super()._reserve(new, needed)
 
 
 class WindowCache(Cache):
@@ -143,49 +180,47 @@ class WindowCache(Cache):
     (torch.Size([1, 2, 4, 8]), 9)
     """
 
-    def __init__(self, window: int) -> None:
-        super().__init__(2 * window)
+    def __init__(self, window: int, *, dtype: torch.dtype | None = None) -> None:
+        super().__init__(2 * window, dtype=dtype)
         self.window = window
         self._first = 0  # index of the first stored token
 
-    def append(self, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor]:
+    def append(self, key: Tensor, value: Tensor) -> Stored:
         self._check(key, value)
-        count = key.shape[2]
+        new, count = self._to_stored(key, value), key.shape[2]
         keep = min(self.length, self.window - 1)  # old tokens within the window of the first new query
         self._drop_first(self.length - keep)
         stop = self._first + keep + count
-        if self._keys is None or self._values is None or stop > self._keys.shape[2]:
-            room = max(self.capacity, keep + count)
-            self._keys, self._values = self._to_front(self._keys, key, room), self._to_front(self._values, value, room)
-            self._first, stop = 0, keep + count
-        self._keys[:, :, stop - count : stop] = key
-        self._values[:, :, stop - count : stop] = value
+        if not self._held or stop > self._room:
+            self._to_front(new, max(self.capacity, keep + count))
+            stop = keep + count
+        self._write(new, stop - count)
         self.length += count
-        return self._keys[:, :, self._first : stop], self._values[:, :, self._first : stop]
+        return self._view(self._first, stop)
 
     def reorder(self, rows: Tensor, start: int = 0) -> None:
-        if self._keys is None or self._values is None:
+        if not self._held:
             return
-        held = slice(self._first, self._first + self.length)
-        if len(rows) != len(self._keys):
-            self._keys, self._values = self._keys[rows], self._values[rows]
+        kept = slice(self._first, self._first + self.length)
+        if len(rows) != len(self._held[0]):
+            self._held = [held[rows] for held in self._held]
             return
-        for tensor in (self._keys, self._values):
-            tensor[:, :, held] = tensor[rows, :, held]
+        for held in self._held:
+            held[:, :, kept] = held[rows, :, kept]
 
     def _drop_first(self, count: int) -> None:
         self._first += count
         self.length -= count
         self.dropped += count
 
-    def _to_front(self, held: Tensor | None, like: Tensor, room: int) -> Tensor:
-        buffer = held
-        if held is None or held.shape[2] != room or self._first < self.length:
-            buffer = like.new_empty(*like.shape[:2], room, like.shape[3])
-        assert buffer is not None
-        if held is not None:
-            buffer[:, :, : self.length] = held[:, :, self._first : self._first + self.length]
-        return buffer
+    def _to_front(self, new: list[Tensor], room: int) -> None:
+        """Move the stored tokens to the front; in place if they do not overlap it."""
+        if not self._held or self._room != room or self._first < self.length:
+            self._reallocate(new, room, self._first)
+        else:
+            for held in self._held:
+                held[:, :, : self.length] = held[:, :, self._first : self._first + self.length]
+        self._first = 0
 
 
 class CrossCache:

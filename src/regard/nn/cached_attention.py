@@ -35,7 +35,7 @@ def max_lookback(attend: Attention) -> int | None:
     return max(reach - min(offsets), 0) if offsets else reach
 
 
-def shift_to_cache(attend: Attention, cache: Cache, query: Tensor, value: Tensor) -> Attention:
+def shift_to_cache(attend: Attention, cache: Cache, query: Tensor, d_value: int) -> Attention:
     """Return the description for queries (B, H, n, D) of the last n cached tokens, with all cached tokens as keys.
 
     Without a cache, query `i` is at position `offset + i` and key 0 at position 0. With one, the first query follows
@@ -55,7 +55,7 @@ def shift_to_cache(attend: Attention, cache: Cache, query: Tensor, value: Tensor
     if not dropped or depends_on_distance(attend):
         return attend.replace(offset=first - dropped)
     frame = Frame(B, H, count, seen, first)
-    attend.check(frame, D, value.shape[-1])  # a tensor of the wrong size might fit the slice by chance
+    attend.check(frame, D, d_value)  # a tensor of the wrong size might fit the slice by chance
     return attend.narrow(frame, CallSlice(slice(0, H), slice(0, count), slice(dropped, seen)))
 
 

@@ -11,6 +11,7 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 from regard.masks import Mask
+from regard.nn.attention import MultiHeadAttention
 from regard.nn.blocks import Block
 from regard.nn.cache import CrossCache
 from regard.nn.context import LayerContext, RelativePositions, check_not_in_context
@@ -153,9 +154,13 @@ class Encoder(nn.Module):
         x = x if self.norm is None else self.norm(x)
         return x if sharding is None else sharding.full_tensor(x, 1)
 
-    def cache(self) -> list[LayerCache]:
-        """Return empty caches, one per run of a layer."""
-        return [self._cache(block) for block in self._runs()]
+    def cache(self, *, dtype: torch.dtype | None = None) -> list[LayerCache]:
+        """Return empty caches, one per run of a layer.
+
+        dtype: `torch.bfloat16`, `torch.float16` or `torch.int8` to store keys and values in fewer bytes, see `Cache`;
+            recurrent layers keep their state as it is.
+        """
+        return [self._cache(block, dtype) for block in self._runs()]
 
     def _runs(self) -> Iterator[nn.Module]:
         """Iterate over the layers in execution order, each `repeat` times."""
@@ -179,13 +184,15 @@ class Encoder(nn.Module):
             )
         return False
 
-    def _cache(self, block: nn.Module) -> LayerCache:
+    def _cache(self, block: nn.Module, dtype: torch.dtype | None) -> LayerCache:
         attention = block.attention
         if not hasattr(attention, "cache"):
             raise TypeError(
                 "only blocks with MultiHeadAttention or a recurrent layer have caches, but this block has "
                 f"{type(attention).__name__}"
             )
+        if isinstance(attention, MultiHeadAttention):
+            return attention.cache(dtype=dtype)
         return attention.cache()  # type: ignore[operator]
 
 
@@ -266,6 +273,6 @@ class Decoder(Encoder):
         x = x if self.norm is None else self.norm(x)
         return x if sharding is None else sharding.full_tensor(x, 1)
 
-    def cache(self) -> DecoderCache:  # type: ignore[override]
-        """Return an empty cache."""
-        return DecoderCache(super().cache(), [CrossCache() for _ in self._runs()])
+    def cache(self, *, dtype: torch.dtype | None = None) -> DecoderCache:  # type: ignore[override]
+        """Return an empty cache; `dtype` is that of the self-attention's, see `Cache`."""
+        return DecoderCache(super().cache(dtype=dtype), [CrossCache() for _ in self._runs()])

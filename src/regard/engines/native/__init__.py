@@ -1,7 +1,7 @@
 """The compiled CPU kernels: dot-product and additive attention, linear attention, products with packed weights."""
 
 from regard.engines.native.binding import build_info, library, release_free_memory, why_missing
-from regard.engines.native.engine import ENGINE, gradients, why_avoid, why_not
+from regard.engines.native.engine import ENGINE, gradients, run_quantized, why_avoid, why_not
 from regard.engines.native.inspection import can_select_rows, pooled_weights, statistics, weights
 from regard.engines.native.linear import linear_backward, linear_forward, multiply, panel_rows
 from regard.engines.native.recurrence import recurrence_backward, recurrence_forward
@@ -20,6 +20,7 @@ __all__ = [
     "recurrence_backward",
     "recurrence_forward",
     "release_free_memory",
+    "run_quantized",
     "statistics",
     "can_select_rows",
     "weights",

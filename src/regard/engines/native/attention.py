@@ -26,10 +26,18 @@ from regard.engines.native.binding import (
     tensor_fields,
 )
 from regard.engines.tensor_memory import data_address
+from regard.quantized import QuantizedTensor
+
+Quantized = tuple[QuantizedTensor, QuantizedTensor]
 
 
-def pack_problem(x: LoweredTensors, fixed: LoweredConstants) -> bytes:
+def pack_problem(x: LoweredTensors, fixed: LoweredConstants, quantized: Quantized | None = None) -> bytes:
+    """Pack the problem. `quantized` keys and values replace those of `x`, which then have only their shapes."""
     (B, H, Q, D), (_, G, K, E) = x.query.shape, x.value.shape
+    key, value = x.key, x.value
+    key_scale = value_scale = None
+    if quantized is not None:
+        (key, key_scale), (value, value_scale) = ((part.data, part.scale) for part in quantized)
     scale, softcap, temperature, dropout = fixed.numbers
     threshold, dropout_scale = threshold_and_scale(dropout)
     radius, wants, *strides = fixed.sizes
@@ -43,14 +51,14 @@ def pack_problem(x: LoweredTensors, fixed: LoweredConstants) -> bytes:
         mask, table = TILES, (*(tensor.data_ptr() for tensor in fixed.mask_layout), *strides)
     return PROBLEM.pack(
         B, H, G, Q, K, D, E, DTYPES[x.query.dtype], torch.get_num_threads(), mask, x.sink is not None,
-        scale, softcap, temperature, data_address(x.query), *x.query.stride(), 1, data_address(x.key), *x.key.stride(),
-        1,
-        data_address(x.value), *x.value.stride(), 1,
+        scale, softcap, temperature, data_address(x.query), *x.query.stride(), 1, data_address(key), *key.stride(), 1,
+        data_address(value), *value.stride(), 1,
         *intervals, *table, *row_fields(x.diagonal), *row_fields(x.row_table), *tensor_fields(x.bias),
         0 if x.bias is None else DTYPES[x.bias.dtype], wants, radius,
         0 if fixed.offset is None else fixed.offset.data_ptr(), 0 if x.sink is None else data_address(x.sink),
         0 if fixed.seed is None else int(fixed.seed) & 0xFFFFFFFFFFFFFFFF,
-        threshold, 0, dropout_scale, *row_fields(x.weight),
+        threshold, DTYPES[key.dtype], dropout_scale, *row_fields(x.weight), *tensor_fields(key_scale),
+        *tensor_fields(value_scale),
     )  # fmt: skip
 
 
@@ -68,11 +76,13 @@ def empty_results(query: Tensor, value: Tensor, sizes: Sequence[int]) -> tuple[T
     return output, lse, torch.empty((*rows, 2 * sizes[0] + 1) if sizes[1] else (0,), dtype=real, device=device)
 
 
-def forward(x: LoweredTensors, fixed: LoweredConstants) -> tuple[Tensor, Tensor, Tensor]:
+def forward(
+    x: LoweredTensors, fixed: LoweredConstants, quantized: Quantized | None = None
+) -> tuple[Tensor, Tensor, Tensor]:
     output, lse, mass = empty_results(x.query, x.value, fixed.sizes)
     by_distance = row_fields(mass) if fixed.sizes[1] else ABSENT
     places = output.data_ptr(), *output.stride(), 1, lse.data_ptr(), *lse.stride(), 0, 1, *by_distance
-    call("regard_dot_forward", pack_problem(x, fixed), RESULT.pack(*places))
+    call("regard_dot_forward", pack_problem(x, fixed, quantized), RESULT.pack(*places))
     return output, lse, mass
 
 

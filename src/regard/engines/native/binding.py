@@ -18,8 +18,8 @@ from regard.engines.mask_layout import TILE
 from regard.engines.tensor_memory import NoMemory, data_address
 from regard.engines.weight_formats import FORMATS, GROUP
 
-INTERFACE = 11  # version of the interface, in csrc/regard.h
-DTYPES = {torch.float32: 0, torch.float64: 1, torch.bfloat16: 2, torch.float16: 3}
+INTERFACE = 12  # version of the interface, in csrc/regard.h
+DTYPES = {torch.float32: 0, torch.float64: 1, torch.bfloat16: 2, torch.float16: 3, torch.int8: 4}
 NO_MASK, INTERVALS, TILES = 0, 1, 2  # kinds of a problem's mask
 CHECKPOINT = 512  # tokens between the checkpoints of a recurrence
 _ERRORS = {
@@ -33,7 +33,7 @@ _NUMBERS = {
     **{name.upper(): n for name, n in ACTIVATIONS.items()},
     "FLOAT32": 0, "FLOAT64": 1, "BFLOAT16": 2, "FLOAT16": 3, "NO_MEMORY": -1, "BAD_ARGUMENT": -2, "TOO_LARGE": -3,
     "NO_DATA": -4, "TILE": TILE, "NO_MASK": NO_MASK, "INTERVALS": INTERVALS, "TILES": TILES,
-    "FEATURES": 0, "ELU": 1, "CHECKPOINT": CHECKPOINT, "GROUP": GROUP,
+    "FEATURES": 0, "ELU": 1, "CHECKPOINT": CHECKPOINT, "GROUP": GROUP, "INT8": 4,
     **{f"PACKED_{name.upper()}": n for name, n in FORMATS.items()},
 }  # fmt: skip
 
@@ -96,7 +96,8 @@ Structure("tiles", "pointer start stop bits_index bits stride[2]")
 PROBLEM = Structure(
     "dot",
     "B H G Q K D E dtype threads mask has_sink scale softcap temperature q k v intervals tiles diagonal row_table bias "
-    "bias_dtype wants_value_table radius offset sink seed dropout_threshold reserved dropout_scale weight",
+    "bias_dtype wants_value_table radius offset sink seed dropout_threshold kv_dtype dropout_scale weight "
+    "k_scale v_scale",
 )
 RESULT = Structure("dot_result", "out lse out_table")
 GRADIENT = Structure(

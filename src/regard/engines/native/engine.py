@@ -14,9 +14,10 @@ from torch import Tensor
 from regard.cache import CACHE
 from regard.engines import reference
 from regard.engines.derivatives import apply, holds_transformed, outside_transforms
+from regard.engines.dropout import draw_seed
 from regard.engines.lowering import LoweredConstants, LoweredTensors, lower
 from regard.engines.mask_layout import layout_tensors, mask_layout
-from regard.engines.native.attention import backward, empty_output, forward, forward_output, pack_problem
+from regard.engines.native.attention import Quantized, backward, empty_output, forward, forward_output, pack_problem
 from regard.engines.native.binding import ABSENT, ADDRESS, PROBLEM, RESULT, TENSOR, call, tensor_fields, why_missing
 from regard.engines.native.jvp import NativeOperator
 from regard.engines.problem import Engine, Problem
@@ -58,6 +59,22 @@ def run(
         return _run_kernel(problem, x, shaw, fixed)
     except NoMemory:  # zeros without storage, or freed memory
         return _run_operator(replace(problem, direct=False), query, key, value, seed)
+
+
+def run_quantized(problem: Problem, query: Tensor, quantized: Quantized) -> tuple[Tensor, Tensor | None] | None:
+    """Attend to quantized keys and values in place; None if the kernels cannot read them.
+
+    query (B, H, Q, D); the problem is that of the dequantized keys and values.
+    """
+    key, value = quantized
+    parts = (query, key.data, value.data, key.scale, value.scale)
+    reads = isinstance(problem.score, Dot) and problem.dtype != torch.float64 and key.data.dtype == value.data.dtype
+    if not reads or problem.grad or problem.tangent or problem.in_transform or not is_direct(parts):
+        return None
+    like, seed = query.new_empty(()), draw_seed(query.device) if problem.dropout else None
+    x, shaw, fixed = prepare(problem, query, like.expand(key.shape), like.expand(value.shape), seed)
+    output, lse, mass = forward(x, fixed, quantized)
+    return _add_shaw_values(problem, shaw, output, mass), lse
 
 
 def _in_float32(problem: Problem) -> Problem | None:
