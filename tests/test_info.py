@@ -30,3 +30,10 @@ def test_it_reports_why_the_kernels_are_missing() -> None:
     found = run_info(REGARD_LIBRARY="/nowhere/_native.so")
     assert "does not load" in found["native"]
     assert "instruction set" not in found
+
+
+def test_it_reports_how_bfloat16_numbers_are_multiplied() -> None:
+    for isa in native.build_info().get("compiled for", "").split():
+        found = run_info(REGARD_ISA=isa)  # one that the CPU lacks is not taken
+        own = found["instruction set"] == "avx512bf16"
+        assert found["bfloat16"] == ("multiplied by the CPU's own instructions" if own else "multiplied as float32")

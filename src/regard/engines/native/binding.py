@@ -212,9 +212,11 @@ def build_info() -> dict[str, str]:
     lib = library()
     if isinstance(lib, str):
         return {"native": lib}
+    isa = lib.regard_isa().decode()
     return {
         "native": lib._name,
-        "instruction set": lib.regard_isa().decode(),
+        "instruction set": isa,
+        "bfloat16": "multiplied by the CPU's own instructions" if isa.endswith("bf16") else "multiplied as float32",
         "compiled for": lib.regard_isas_compiled().decode(),
         "threads": str(torch.get_num_threads()) if lib.regard_has_threads() else "1 (built without OpenMP)",
     }
