@@ -21,6 +21,15 @@ template <class T> int64_t piece_of(const regard_dot& p) {
   return greatest<int64_t>(64, least(largest_piece, (int64_t(128) << 10) / bytes / 64 * 64));
 }
 
+// Asks for a row some kilobytes ahead: rows of few bytes are used up before the processor's own prefetching is far enough.
+template <class S> REGARD_INLINE void prefetch_ahead(const S* row, int64_t stride, int64_t columns) {
+  constexpr int64_t bytes = 4096;
+  const int64_t rows = greatest<int64_t>(1, bytes / greatest<int64_t>(1, columns * int64_t(sizeof(S))));
+  const uintptr_t ahead = uintptr_t(row) + uintptr_t(rows * stride) * sizeof(S);
+  for (int64_t at = 0; at < columns * int64_t(sizeof(S)); at += 64)
+    __builtin_prefetch((const void*)(ahead + uintptr_t(at)), 0, 3);
+}
+
 // s[c] = q . key (first + c) for c < count, in whole vectors: what lies past the end repeats the last key. Key after key: the
 // processor fetches ahead what is read in the order of memory, and not what is read of sixteen rows by turns.
 template <class T, class S>
@@ -32,6 +41,7 @@ void score_keys(const T* q, const Matrix& k, int64_t first, int64_t count, T* s)
     REGARD_UNROLL
     for (int i = 0; i < L; ++i) {
       const S* row = at<S>(k, first + least<int64_t>(c + i, count - 1), 0);
+      if constexpr (sizeof(S) < sizeof(T)) prefetch_ahead(row, k.row_stride, k.columns);
       sums[i] = Vec<T>{};
       for (int64_t d = 0; d < whole; d += L) sums[i] += load(q + d) * load_as(row + d);
       if (whole < k.columns) sums[i] += load(q + whole) * load_some(row + whole, 1, k.columns - whole);
@@ -49,6 +59,7 @@ REGARD_INLINE void add_values(const T* weight, const S* v, int64_t stride, int64
   for (int n = 0; n < N; ++n) sums[n] = Vec<T>{};
   const auto add = [&](auto checked) __attribute__((always_inline)) {
     for (int64_t c = 0; c < count; ++c, v += stride) {
+      if constexpr (sizeof(S) < sizeof(T)) prefetch_ahead(v, stride, N * lanes<T>);
       const Vec<T> w = broadcast(weight[c]);
       REGARD_UNROLL
       for (int n = 0; n < N; ++n) {

@@ -24,7 +24,15 @@ REGARD_INLINE VecF load_as(const int8* p) {
   typedef int8_t Bytes __attribute__((vector_size(vector_bytes / 4)));
   Bytes x;
   __builtin_memcpy(&x, p, sizeof(x));
+#if defined(__AVX512F__)
+  return _mm512_cvtepi32_ps(_mm512_cvtepi8_epi32(bits_as<__m128i>(x)));
+#elif defined(__AVX2__)
+  long long low;
+  __builtin_memcpy(&low, &x, sizeof(low));
+  return _mm256_cvtepi32_ps(_mm256_cvtepi8_epi32(_mm_cvtsi64_si128(low)));
+#else
   return __builtin_convertvector(__builtin_convertvector(x, IntVec<float>), VecF);
+#endif
 }
 REGARD_INLINE float get(const int8* p) { return float(p->bits); }
 
