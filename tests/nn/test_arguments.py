@@ -137,7 +137,7 @@ REFUSED: dict[str, tuple[Callable[[], object], str]] = {
     "graph: position": (lambda: GraphAttention(8, 2)(X, context=LayerContext(key_position=X)), "takes no cache"),
     "graph: caches": (
         lambda: Encoder([Block(GraphAttention(8, 2), nn.Identity(), residual=rg.nn.Residual)]).cache(),
-        "only blocks with MultiHeadAttention have caches",
+        "only blocks with MultiHeadAttention or a recurrent layer have caches",
     ),
     "whisper: window": (
         lambda: Whisper(WhisperConfig(vocabulary=9, d_model=8, layers=1, heads=2, d_hidden=8, window=3)), "window"

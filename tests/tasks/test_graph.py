@@ -11,9 +11,10 @@ import numpy as np
 import pytest
 import torch
 
-from regard.cli.view import RunCapture
+from regard.cli.view import make_capture
 from regard.data.readers import Row
 from regard.errors import BadRows
+from regard.predictors import open_model
 from regard.tasks import Run, Sources, UserError, create_run, train
 from regard.tasks.graph import Graph, GraphInputs
 from regard.training.sources import read_examples
@@ -175,7 +176,7 @@ def test_a_run_that_was_stopped_goes_on_to_the_same_weights(trained: tuple[Run, 
 
 def test_nodes_are_the_tokens_of_a_view(trained: tuple[Run, Any]) -> None:
     run, _ = trained
-    record = RunCapture(run.folder)("n3")
+    record = make_capture(open_model(str(run.folder)))("n3")
     assert record.streams["source"].tokens[:3] == ("n0", "n1", "n2")
     weights = record.weights(0, head=0)
     seen = weights > 0

@@ -12,9 +12,10 @@ import pytest
 import torch
 from PIL import Image
 
-from regard.cli.view import RunCapture
+from regard.cli.view import make_capture
 from regard.data.readers import Row
 from regard.errors import BadRows
+from regard.predictors import open_model
 from regard.tasks import Run, Sources, UserError, create_run, train
 from regard.tasks.match import CANDIDATES, Match, split_input
 from regard.training.sources import read_examples
@@ -197,7 +198,7 @@ def test_invalid_inputs_are_reported(trained: tuple[Run, Any, Path]) -> None:
 
 def test_words_and_patches_are_the_tokens_of_a_view(trained: tuple[Run, Any, Path]) -> None:
     run, examples, _ = trained
-    record = RunCapture(run.folder)(f"{examples.test[0].values[0]} it rises")
+    record = make_capture(open_model(str(run.folder)))(f"{examples.test[0].values[0]} it rises")
     across = [seen for seen in record.attentions if seen.kind == "cross"]
     words, patches = (record.streams[name].tokens for name in record.stream_names(across[0]))
     assert (words[0], words[-1], patches[:3]) == ("<s>", "</s>", ("[CLS]", "0,0", "0,1"))

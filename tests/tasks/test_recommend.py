@@ -12,10 +12,11 @@ import numpy as np
 import pytest
 import torch
 
-from regard.cli.view import RunCapture
+from regard.cli.view import make_capture
 from regard.data.processor import Processor
 from regard.data.readers import Row
 from regard.errors import BadRows
+from regard.predictors import open_model
 from regard.tasks import Run, Sources, UserError, create_run, tasks, train
 from regard.tasks.recommend import HeldOutItems, Recommend
 from regard.training.baselines import Neighbours
@@ -215,7 +216,7 @@ def test_drawn_items_to_tell_apart_are_the_same_for_the_same_chance() -> None:
 
 
 def test_items_are_the_tokens_of_a_view(trained: Run) -> None:
-    record = RunCapture(trained.folder)("film 3 | film 4")
+    record = make_capture(open_model(str(trained.folder)))("film 3 | film 4")
     assert record.streams["source"].tokens == ("film 3", "film 4")
     assert record.note.startswith("film 5")
 

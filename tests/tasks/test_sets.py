@@ -10,9 +10,10 @@ import numpy as np
 import pytest
 import torch
 
-from regard.cli.view import RunCapture
+from regard.cli.view import make_capture
 from regard.data.readers import Row
 from regard.errors import BadRows
+from regard.predictors import open_model
 from regard.tasks import Run, Sources, UserError, create_run, train
 from regard.tasks.sets import Sets, parse_set
 from regard.training.sources import read_examples
@@ -138,7 +139,7 @@ def test_the_largest_number_is_predicted_better_than_by_the_mean(tmp_path: Path)
 
 
 def test_elements_are_the_tokens_of_a_view(trained: Run) -> None:
-    record = RunCapture(trained.folder)("0 6; 1 0; 0 1")
+    record = make_capture(open_model(str(trained.folder)))("0 6; 1 0; 0 1")
     assert [seen.kind for seen in record.attentions] == ["cross"] * 3
     names = record.streams[record.stream_names(record.attentions[0])[1]].tokens
     assert names == ("0 6", "1 0", "0 1") or [name.split()[1] for name in names] == ["6", "0", "1"]

@@ -69,7 +69,7 @@ def test_the_command_writes_a_file_that_can_be_heard(trained: tuple[Run, Example
     assert several.exit_code == 0, several.output
     assert sorted(each.name for each in (tmp_path / "many").iterdir()) == ["0001.wav", "0002.wav"]
     nowhere = CliRunner().invoke(app, ["predict", str(run.folder), "ab"])
-    assert "speak writes files; give a path, such as --out speech.wav" in str(nowhere.exception)
+    assert "writes files; give a path, such as --out speech.wav" in str(nowhere.exception)
 
 
 def test_the_viewer_shows_letters_against_the_sound(trained: tuple[Run, Examples], tmp_path: Path) -> None:

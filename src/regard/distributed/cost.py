@@ -84,7 +84,7 @@ class ModelShape:
         """The sizes of a language model, which may be on the meta device."""
         config = getattr(model, "config", None)
         blocks = [module for module in model.modules() if isinstance(module, Block)]
-        if not blocks or not hasattr(config, "windows") or any(block.cross is not None for block in blocks):
+        if not blocks or not hasattr(model, "generate") or any(block.cross is not None for block in blocks):
             raise ValueError(
                 f"expected a decoder-only language model, such as GPT-2 or Llama, got {type(model).__name__}"
             )

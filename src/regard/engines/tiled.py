@@ -396,9 +396,13 @@ def gradients(
 
 def replace_leaves(part: Any, leaves: dict[int, Tensor]) -> Any:
     """Return a score or bias over tensors without history, so that one computed from another is not counted twice."""
-    return replace_tensors(
-        part, lambda tensor: leaves.setdefault(id(tensor), tensor.detach().requires_grad_(tensor.requires_grad))
-    )
+
+    def leaf(tensor: Tensor) -> Tensor:
+        if id(tensor) not in leaves:
+            leaves[id(tensor)] = tensor.detach().requires_grad_(tensor.requires_grad)
+        return leaves[id(tensor)]
+
+    return replace_tensors(part, leaf)
 
 
 def _sums_to_one(problem: Problem, row: TileRow, mass: Tensor, lse: Tensor) -> bool:
