@@ -174,19 +174,24 @@ def test_inspection_rejects_invalid_columns_and_sizes() -> None:
 
 def test_products_reject_invalid_sizes_and_null_pointers() -> None:
     library = ctypes.CDLL(native.build_info()["native"])
-    library.regard_packed_size.restype = ctypes.c_int64
-    library.regard_packed_size.argtypes = [ctypes.c_int64, ctypes.c_int64]
-    assert library.regard_packed_size(-1, 4) == BAD_ARGUMENT
-    assert library.regard_packed_size(2**62, 4) == TOO_LARGE
-    assert library.regard_packed_size(2**63 - 1, 1) == TOO_LARGE
-    x, packed, out = (np.ones(64, np.float32) for _ in range(3))
-    packed = np.ones(library.regard_packed_size(5, 3), np.float32)
-    given = Product(2, 5, 3, 3, 5, x.ctypes.data, packed.ctypes.data, None, out.ctypes.data, 1)
+    library.regard_packed_bytes.restype = ctypes.c_int64
+    library.regard_packed_bytes.argtypes = [ctypes.c_int64, ctypes.c_int64, ctypes.c_int32]
+    assert library.regard_packed_bytes(-1, 4, 0) == BAD_ARGUMENT
+    assert library.regard_packed_bytes(4, 4, 5) == BAD_ARGUMENT
+    assert library.regard_packed_bytes(2**62, 4, 0) == TOO_LARGE
+    assert library.regard_packed_bytes(2**63 - 1, 1, 0) == TOO_LARGE
+    x, out = (np.ones(64, np.float32) for _ in range(2))
+    packed = np.ones(library.regard_packed_bytes(5, 3, 0) // 4, np.float32)
+    sizes = {"M": 2, "N": 5, "K": 3, "x_row": 3, "out_row": 5, "factor": 1.0, "threads": 1}
+    given = Product(**sizes, x=x.ctypes.data, packed=packed.ctypes.data, out=out.ctypes.data)
     library.regard_multiply.argtypes = [ctypes.c_void_p]
     assert library.regard_multiply(ctypes.addressof(given)) == OK
     assert (out[:10] == 3).all()
     assert (out[10:] == 1).all()
-    for name, value in (("M", -1), ("N", -1), ("threads", 0), ("x", None), ("packed", None), ("out", None)):
+    for name, value in (
+        ("M", -1), ("N", -1), ("threads", 0), ("x", None), ("packed", None), ("out", None), ("format", 9),
+        ("activation", 9),
+    ):  # fmt: skip
         wrong = Product.from_buffer_copy(given)
         setattr(wrong, name, value)
         assert library.regard_multiply(ctypes.addressof(wrong)) == BAD_ARGUMENT
