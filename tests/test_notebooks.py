@@ -65,6 +65,7 @@ def test_the_widget_answers_through_a_kernel(tmp_path: Path, monkeypatch: pytest
         asked = {
             "id": 7,
             "kind": "window",
+            "record": state["_about"]["record"],
             "attention": "0",
             "head": 1,
             "rows": [0, 4],

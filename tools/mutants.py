@@ -175,7 +175,7 @@ MUTANTS = (
     ),
     Mutant(
         "dropout's rescaling is left out", "engines/native/attention.py",
-        "threshold, 0, dropout_scale,", "threshold, 0, 1.0,", NATIVE,
+        "threshold, DTYPES[key.dtype], dropout_scale,", "threshold, DTYPES[key.dtype], 1.0,", NATIVE,
     ),
     Mutant(
         "the gradient of the log-sum-exp is dropped", "engines/native/attention.py",
@@ -199,7 +199,7 @@ MUTANTS = (
         "if argument.alias_info is not None and argument.alias_info.is_write and any(", PACKED,
     ),
     Mutant(
-        "a packed weight of one column is an alias of what it unpacks to", "engines/packed_linear.py",
+        "a packed weight of one column is an alias of what it unpacks to", "engines/weight_formats.py",
         "x.clone(memory_format=torch.contiguous_format)", "x.contiguous()", PACKED,
     ),
     Mutant(

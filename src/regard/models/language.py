@@ -230,6 +230,7 @@ class LanguageModel(nn.Module):
 
 
 def _build_blocks(config: LanguageConfig) -> list[Block]:
+    windows, rotaries = config.windows or (None,), config.layer_rotary or (config.rotary,)  # cycled over the layers
     norm = norm_factory(config.norm, config.eps)
     arrangement = choose("arrangement", config.arrangement, ARRANGEMENTS)
     if config.layer_rotary and config.rotary is not None:
@@ -253,7 +254,7 @@ def _build_blocks(config: LanguageConfig) -> list[Block]:
             _build_feedforward(config),
             residual=lambda: arrangement(config.d_model, norm, dropout=config.dropout),
         )
-        for width, rotary in zip(cycle(config.windows or (None,), config.layers), config.rotaries, strict=True)
+        for width, rotary in ((windows[n % len(windows)], rotaries[n % len(rotaries)]) for n in range(config.layers))
     ]
 
 

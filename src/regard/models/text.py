@@ -204,8 +204,7 @@ class TextEncoder(nn.Module):
 def _build_blocks(config: TextConfig, count: int, norm: Callable[[int], nn.Module]) -> list[Block]:
     if config.layer_rotary and config.rotary is not None:
         raise ValueError("rotary and layer_rotary are alternatives; pass one of them")
-    sizes = cycle(config.windows or (None,), count)
-    rotaries = cycle(config.layer_rotary or (config.rotary,), count)
+    sizes, rotaries = config.windows or (None,), config.layer_rotary or (config.rotary,)  # cycled over the layers
     # Layers with the same window share one description and its plans.
     # Disentangled attention sums three products.
     score = Dot((3 * config.d_model // config.heads) ** -0.5 if config.disentangled else None)
@@ -219,8 +218,8 @@ def _build_blocks(config: TextConfig, count: int, norm: Callable[[int], nn.Modul
         return MultiHeadAttention(
             config.d_model,
             config.heads,
-            attend=attends[sizes[n]],
-            rotary=rotaries[n],
+            attend=attends[sizes[n % len(sizes)]],
+            rotary=rotaries[n % len(rotaries)],
             bias=config.bias if config.qkv_bias is None else config.qkv_bias,
             output_bias=config.bias if config.output_bias is None else config.output_bias,
         )
