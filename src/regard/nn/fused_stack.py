@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from contextlib import suppress
+from functools import partial
 from typing import Any
 from weakref import WeakKeyDictionary
 
@@ -109,7 +110,7 @@ class StackPlan:
             raise _Unsupported
         if not rms and any(norm.bias is None for norm in norms):
             raise _Unsupported
-        names = [name for name, function in ACTIVATIONS.items() if function == feedforward.activation]
+        names = [name for name, function in ACTIVATIONS.items() if _is_same(function, feedforward.activation)]
         if not names:
             raise _Unsupported
         gated = type(feedforward) is GatedFeedForward
@@ -229,6 +230,13 @@ def _is_packed(stack: nn.Module) -> bool:
 
 
 _PLANS: WeakKeyDictionary[nn.Module, StackPlan | None] = WeakKeyDictionary()
+
+
+def _is_same(function: Any, other: Any) -> bool:
+    """Whether two functions are the same, also if one of them is an unpickled copy of a partial."""
+    if isinstance(function, partial) and isinstance(other, partial):
+        return (function.func, function.args, function.keywords) == (other.func, other.args, other.keywords)
+    return function == other
 
 
 def run_fused(
