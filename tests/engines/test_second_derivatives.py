@@ -56,6 +56,8 @@ def over_jvp(tensors: list[Tensor], engine: str, description: dict[str, Any]) ->
 @settings(max_examples=40, deadline=None)
 def test_second_derivatives_equal_those_of_the_reference(engine: str, function: Any, call: Call) -> None:
     assume(call.query.numel() and call.key.shape[2])
+    if "Cosine" in repr(call.description.get("score")):  # these errors are divided by the cube of a vector's length
+        assume(min(float(x.norm(dim=-1).min()) for x in (call.query, call.key)) > 0.05)
     tensors = [x.detach().clone().requires_grad_() for x in (call.query, call.key, call.value)]
     assume(not ENGINES[engine].why_not(rg.Attention(**call.description).problem(*tensors)))
     tensors += [x.requires_grad_() for x in call.learned if x.is_leaf]
