@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from regard.geometry import CallSlice, Frame, Indices, format_shape, to_numpy
-from regard.masks.algebra import Boxes, Intervals, Kinds, Mask, kinds, query_positions
+from regard.masks.algebra import Boxes, Combination, Intervals, Kinds, Mask, Not, kinds, query_positions
 from regard.masks.arguments import check_int, check_int_tensor, short_repr
 from regard.masks.from_tensors import from_tensors
 
@@ -22,6 +22,13 @@ class DistanceMask(Mask):
 
     def narrow(self, frame: Frame, part: CallSlice) -> Mask:
         return self
+
+
+def mask_by_distance(mask: Mask | None) -> bool:
+    """Whether the mask depends only on distances between queries and keys."""
+    if isinstance(mask, Combination):
+        return all(map(mask_by_distance, mask.parts))
+    return mask_by_distance(mask.negated) if isinstance(mask, Not) else mask is None or isinstance(mask, DistanceMask)
 
 
 @dataclass(frozen=True, eq=False, repr=False)

@@ -11,10 +11,10 @@ import torch
 from torch import Tensor
 
 from regard.geometry import CallSlice, Frame, Indices, format_shape, to_numpy
-from regard.masks.algebra import PARTIAL, Boxes, Combination, Intervals, Kinds, Mask, Not, kinds
+from regard.masks.algebra import PARTIAL, Boxes, Intervals, Kinds, Mask, kinds
 from regard.masks.arguments import check_int_tensor, short_repr
 from regard.masks.from_tensors import from_tensors
-from regard.masks.patterns import DistanceMask
+from regard.masks.patterns import mask_by_distance
 
 FAR = 1 << 40  # a position with more keys before it than any call has
 
@@ -105,7 +105,7 @@ def varlen(
     """
     if mask is not None and not isinstance(mask, Mask):
         raise TypeError(f"varlen: mask must be a mask such as causal(), but is {type(mask).__name__}")
-    if mask is not None and not _depends_on_distance(mask):
+    if mask is not None and not mask_by_distance(mask):
         raise ValueError(
             f"varlen: mask must depend on the distance of query and key only, such as causal() or window(...), but is "
             f"{mask!r}; combine other masks with varlen(...) by &"
@@ -137,9 +137,3 @@ def _read_cuts(name: str, value: Any) -> Tensor:
     if int(cuts[0]) or (len(cuts) > 1 and int(cuts.diff().min()) < 0):
         raise ValueError(f"varlen: {name} must start with 0 and not decrease, but is {short_repr(cuts)}")
     return cuts
-
-
-def _depends_on_distance(mask: Mask) -> bool:
-    if isinstance(mask, Combination):
-        return all(map(_depends_on_distance, mask.parts))
-    return _depends_on_distance(mask.negated) if isinstance(mask, Not) else isinstance(mask, DistanceMask)

@@ -10,7 +10,7 @@ from regard.geometry import CallSlice, Frame
 from regard.masks import Mask
 from regard.masks.algebra import And, Not, Or
 from regard.masks.explicit import Dense
-from regard.masks.patterns import Dilated, DistanceMask, Padding, Window
+from regard.masks.patterns import Dilated, Padding, Window, mask_by_distance
 from regard.nn.cache import Cache, WindowCache
 from regard.positions.biases import Bias, DenseBias, Diagonal, Shaw, Sum, is_built_in
 from regard.scores import BUILT_IN
@@ -73,13 +73,6 @@ def _max_lookback(mask: Mask | Tensor | None) -> int | None:
         reaches = [_max_lookback(part) for part in mask.parts]
         return None if None in reaches else max(reach for reach in reaches if reach is not None)
     return None
-
-
-def mask_by_distance(mask: Mask | Tensor | None) -> bool:
-    """Whether the mask depends only on distances between queries and keys."""
-    if isinstance(mask, And | Or):
-        return all(map(mask_by_distance, mask.parts))
-    return mask_by_distance(mask.negated) if isinstance(mask, Not) else mask is None or isinstance(mask, DistanceMask)
 
 
 def _mask_by_key(mask: Mask | Tensor | None) -> bool:

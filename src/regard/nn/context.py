@@ -11,7 +11,8 @@ from torch import Tensor
 
 from regard.attention import Attention
 from regard.masks import Mask, dense, padding
-from regard.nn.cached_attention import depends_on_distance, mask_by_distance
+from regard.masks.patterns import mask_by_distance
+from regard.nn.cached_attention import depends_on_distance
 from regard.nn.rotary import Rotary, Table
 from regard.positions import Bias, Dynamic, LongRope
 from regard.positions.biases import dense_bias

@@ -203,7 +203,7 @@ def change_attention(
 
 @dataclass(frozen=True, eq=False, repr=False)
 class _Pairs(Mask):
-    """Allows the given pairs of queries and keys in some heads, or all; key -1 stands for every key."""
+    """Allows the given pairs of queries and keys in some heads, or all; key -1 means every key."""
 
     pairs: tuple[Pair, ...]
     heads: tuple[int, ...] | None
