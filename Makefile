@@ -1,9 +1,14 @@
 # Two commands do everything on a fresh machine with Python 3.11+ and a C++ compiler: `make demo` and `make test`.
+SHELL  := bash
+.SHELLFLAGS := -o pipefail -c
 PYTHON ?= python3
 VENV   ?= .venv
 BIN    := $(VENV)/bin
-READY  := $(VENV)/.ready
+INSTALL := $(BIN)/python -m pip install --quiet --constraint constraints.txt
 
+# Stamps of what is installed: what the demo needs, what tests and checks need on top, and what benchmarks need on top.
+RUN    := $(VENV)/.run
+READY  := $(VENV)/.ready
 BENCH  := $(VENV)/.bench
 
 DATA    ?= ../shared/data
@@ -12,7 +17,7 @@ SEED    ?= $(shell date +%s)
 
 .PHONY: demo test coverage real-weights architectures lint format docs sanitize mutants tooltips fuzz differential bench bench-quick results findings clean
 
-demo: $(READY)
+demo: $(RUN)
 	$(BIN)/python examples/demo.py
 
 test: $(READY)
@@ -90,19 +95,28 @@ results: $(READY)
 # Results of `regard check` for other libraries, written to docs/findings.json and docs/findings.md. FlexAttention compiles for minutes.
 PEERS := torch torch-mha torch-mha-weights flex transformers-eager x-transformers x-transformers-flash keras
 findings: $(READY)
-	$(BIN)/python -m pip install --quiet --constraint constraints.txt --editable ".[findings,tasks]"
+	$(INSTALL) --group findings
 	$(BIN)/python -m tools.findings $(PEERS)
 
 $(BENCH): $(READY)
-	$(BIN)/python -m pip install --quiet --constraint constraints.txt --editable ".[bench]"
-	touch $@
+	@echo "Installing the libraries that benchmarks compare with; llama.cpp is built from source, which takes minutes."
+	$(INSTALL) --group bench
+	@touch $@
 
-$(READY): pyproject.toml constraints.txt
+$(READY): $(RUN)
+	@echo "Installing what tests, checks and the documentation need."
+	$(INSTALL) --group test --group lint --group docs
+	@touch $@
+
+$(RUN): pyproject.toml constraints.txt
+	@echo "Creating $(VENV) and installing torch."
 	$(PYTHON) -m venv $(VENV)
 	$(BIN)/python -m pip install --quiet --upgrade pip
-	$(BIN)/python -m pip install --quiet --constraint constraints.txt "torch==2.13.0"
-	$(BIN)/python -m pip install --quiet --constraint constraints.txt --editable ".[plot,test,lint,docs]"
-	touch $@
+	$(INSTALL) "torch==2.13.0"
+	@echo "Compiling the kernels and installing regard with what the demo needs."
+	$(BIN)/python -m pip install --verbose --constraint constraints.txt --editable ".[tasks,plot]" | \
+	  awk '/\[[0-9]+\/[0-9]+\] Building|[Ee]rror/ { print; fflush() }'
+	@touch $@
 
 clean:
 	rm -rf $(VENV) build dist site .pytest_cache .mypy_cache .ruff_cache .hypothesis

@@ -135,7 +135,7 @@ def test_links_of_the_first_pages_lead_somewhere(page: Path) -> None:
 
 
 def test_docstrings_become_markdown() -> None:
-    pytest.importorskip("griffe", reason="pip install 'regard[docs]'")
+    pytest.importorskip("griffe", reason="pip install --group docs")
     spec = spec_from_file_location("docstrings", ROOT / "docs" / "docstrings.py")
     assert spec
     assert spec.loader

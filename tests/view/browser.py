@@ -22,7 +22,7 @@ def import_playwright() -> Any:
     """Return the playwright API, or skip the test."""
     if CHROMIUM is None:
         pytest.skip("no chromium on this machine: apt-get install chromium")
-    return pytest.importorskip("playwright.sync_api", reason="pip install 'regard[test]' brings playwright")
+    return pytest.importorskip("playwright.sync_api", reason="pip install --group test")
 
 
 @contextmanager
