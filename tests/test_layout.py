@@ -225,10 +225,13 @@ print(json.dumps({"seconds": seconds, "new": sorted(set(sys.modules) - known), "
 """
 
 
-def probe() -> dict:
+def probe(bytecode: Path) -> dict:
+    """Import regard in a new process, with the bytecode that an installed package has."""
+    environment = os.environ | {"PYTHONPATH": str(SOURCE.parent), "PYTHONPYCACHEPREFIX": str(bytecode)}
+    environment.pop("PYTHONDONTWRITEBYTECODE", None)
     done = subprocess.run(
         [sys.executable, "-c", PROBE], capture_output=True, text=True, timeout=120, check=True, cwd=ROOT,
-        env=os.environ | {"PYTHONPATH": str(SOURCE.parent)},
+        env=environment,
     )  # fmt: skip
     assert done.stderr.strip() == "", "import regard warns"
     assert done.stdout.count("\n") == 1, "import regard prints"
@@ -236,14 +239,21 @@ def probe() -> dict:
 
 
 @pytest.fixture(scope="module")
-def started() -> dict:
-    return probe()
+def bytecode(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("bytecode")
+    probe(folder)
+    return folder
 
 
-def test_importing_regard_costs_at_most_a_third_of_a_second_over_torch(started: dict) -> None:
+@pytest.fixture(scope="module")
+def started(bytecode: Path) -> dict:
+    return probe(bytecode)
+
+
+def test_importing_regard_costs_at_most_a_third_of_a_second_over_torch(started: dict, bytecode: Path) -> None:
     seconds = [started["seconds"]]  # processor time; the minimum counts, since a busy machine stretches it too
     while min(seconds) > 0.3 and len(seconds) < 10:
-        seconds.append(probe()["seconds"])
+        seconds.append(probe(bytecode)["seconds"])
     assert min(seconds) <= 0.3
 
 
