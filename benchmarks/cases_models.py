@@ -36,9 +36,9 @@ def embedder(weights: str = "float32") -> Any:
     return rg.load(peers_models.minilm_folder(), weights=weights)
 
 
-def as_rows(found: Any) -> Tensor:
+def as_rows(output: Any) -> Tensor:
     """(n, d_model) as the check reads it: (1, 1, n, d_model)."""
-    return torch.as_tensor(found)[None, None]
+    return torch.as_tensor(output)[None, None]
 
 
 def embedded(texts: Callable[[], Sequence[str]]) -> Reference:

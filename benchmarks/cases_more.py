@@ -28,14 +28,14 @@ _PLAIN, _CAUSAL = softmax_attention(), softmax_attention(define.causal)
 
 def windows() -> Iterator[Case]:
     """256 keys: itself and 255 before it."""
-    seen = define.window(255, 0)
-    ours, reference = described(mask=rg.causal() & rg.window(255, 0)), softmax_attention(seen)
+    visible = define.window(255, 0)
+    ours, reference = described(mask=rg.causal() & rg.window(255, 0)), softmax_attention(visible)
     dense = peers.sdpa(causal=True, name="SDPA causal", reference=_CAUSAL)
     for N, heads, over_flex, over_causal in ((4096, 8, 2.8, 9.0), (16384, 4, 4.0, 30.0)):
         pairs = 256 * N - 256 * 255 / 2
         yield Case(
             f"window 256 {FORWARD}, N = {N:,}", "sliding window", lambda N=N, H=heads: qkv(1, H, N, 64), ours,
-            reference, (peers.flex(seen), dense), (Target(peers.FLEX, over_flex), Target(dense.name, over_causal)),
+            reference, (peers.flex(visible), dense), (Target(peers.FLEX, over_flex), Target(dense.name, over_causal)),
             flops=4 * heads * pairs * 64, quick=N == 4096,
         )  # fmt: skip
 
@@ -44,13 +44,13 @@ def window_training() -> Iterator[Case]:
     dense = peers.sdpa(name="dense SDPA", reference=_PLAIN)
     one, both = define.window(256, 0), define.window(256, 256)
     for N, heads in ((512, 8), (2048, 8), (16384, 2)):
-        for name, mask, seen, peer in (
+        for name, mask, visible, peer in (
             ("before", rg.window(256, 0), one, peers.local_attention(256)),
             ("on both sides", rg.window(256, 256), both, peers.longformer(256)),
         ):
             yield Case(
                 f"window training, 256 keys {name}, N = {N:,}", "window training",
-                lambda N=N, H=heads: qkv(1, H, N, 64), described(mask=mask), softmax_attention(seen), (dense, peer),
+                lambda N=N, H=heads: qkv(1, H, N, 64), described(mask=mask), softmax_attention(visible), (dense, peer),
                 (Target(dense.name, 1.0), Target(peer.name, 1.0)), backward=True, quick=N == 512,
             )  # fmt: skip
 
@@ -166,8 +166,8 @@ def statistics() -> Iterator[Case]:
     narrow = torch_peer("our forward with values of width 1", _narrow, reference=_narrow_rows, ours=True)
 
     def ours(x: Inputs) -> Tensor:
-        found = rg.Attention().statistics(x["q"], x["k"])
-        return torch.stack([found.lse, found.entropy, found.max_logit, found.distance], -1)
+        statistics = rg.Attention().statistics(x["q"], x["k"])
+        return torch.stack([statistics.lse, statistics.entropy, statistics.max_logit, statistics.distance], -1)
 
     for N, quick in ((2048, True), (8192, False)):
         yield Case(
@@ -218,11 +218,11 @@ def linear() -> Iterator[Case]:
         )  # fmt: skip
     features = 128
     favor = rg.LinearAttention(rg.favor(features), mask=rg.causal())
-    drawn = normal(features, 64, seed=9)
+    vectors = normal(features, 64, seed=9)
     theirs = define.linear_attention(
-        define.favor(drawn, over=(-1,), floor=1e-4), define.favor(drawn, over=(-1, -2), floor=1e-4), epsilon=1e-6
+        define.favor(vectors, over=(-1,), floor=1e-4), define.favor(vectors, over=(-1, -2), floor=1e-4), epsilon=1e-6
     )
-    performer = peers.performer(lambda: drawn, theirs)
+    performer = peers.performer(lambda: vectors, theirs)
     for N, quick in ((1024, True), (16384, False)):
         yield Case(
             f"Performer, causal, {features} features, {BOTH}, N = {N:,}", "linear attention",

@@ -24,16 +24,16 @@ class WrongResult(Exception):
 
 def rows_of(length: int) -> Tensor:
     """The first, the last and some between, always the same."""
-    drawn = torch.randperm(length, generator=torch.Generator().manual_seed(7))[:ROWS]
-    return torch.cat([drawn, torch.tensor([0, length - 1])]).unique()
+    order = torch.randperm(length, generator=torch.Generator().manual_seed(7))[:ROWS]
+    return torch.cat([order, torch.tensor([0, length - 1])]).unique()
 
 
 def leaves(x: Inputs) -> list[Tensor]:
     return [tensor for tensor in x.values() if tensor.requires_grad]
 
 
-def relative_error(found: Tensor, right: Tensor) -> float:
-    return float((found.double() - right).norm() / right.norm().clamp(min=1e-300))
+def relative_error(actual: Tensor, right: Tensor) -> float:
+    return float((actual.double() - right).norm() / right.norm().clamp(min=1e-300))
 
 
 def check(case: Case, peer: Peer | None, call: Callable[[], Any], x: Inputs, expected: dict) -> float:
@@ -44,14 +44,14 @@ def check(case: Case, peer: Peer | None, call: Callable[[], Any], x: Inputs, exp
     if reference not in expected:
         expected[reference] = _expected(reference, x, rows, case.backward)
     right, gradients = expected[reference]
-    found = [output[:, :, rows]]
+    computed = [output[:, :, rows]]
     if case.backward:
         seed = torch.zeros_like(output)
         seed[:, :, rows] = _seed(right).to(seed)
-        found += torch.autograd.grad(output, leaves(x), seed, allow_unused=True, materialize_grads=True)
+        computed += torch.autograd.grad(output, leaves(x), seed, allow_unused=True, materialize_grads=True)
     tolerance = (peer.tolerance if peer is not None else None) or case.tolerance
     worst = 0.0
-    for name, ours, exact in zip(("output", *_names(x)), found, (right, *gradients), strict=False):
+    for name, ours, exact in zip(("output", *_names(x)), computed, (right, *gradients), strict=False):
         error = relative_error(ours.detach(), exact)
         if case.dropout:
             if name in ("output", "v"):  # noise of known size around the output without dropout

@@ -84,8 +84,8 @@ def layer(heads: int) -> Reference:
 
     def reference(x: Inputs, rows: Tensor) -> Tensor:
         q, k, v = (split_heads(t, heads) for t in (x["tokens"][0] @ x["inward"].T).chunk(3, -1))
-        found = softmax_attention()({"q": q, "k": k, "v": v}, rows)
-        return (found.transpose(1, 2).flatten(2) @ x["outward"].T).unsqueeze(0)
+        output = softmax_attention()({"q": q, "k": k, "v": v}, rows)
+        return (output.transpose(1, 2).flatten(2) @ x["outward"].T).unsqueeze(0)
 
     return reference
 
@@ -108,10 +108,10 @@ def linear_attention(
 
     def reference(x: Inputs, rows: Tensor) -> Tensor:
         j = torch.arange(x["k"].shape[2])
-        seen = j < (rows // bucket * bucket)[:, None] if bucket else j <= rows[:, None]
-        asked = queries(x["q"])[:, :, rows]
-        weights = (asked @ keys(x["k"]).mT) * seen
-        divisor = weights.sum(-1, keepdim=True) + epsilon * asked.sum(-1, keepdim=True)
+        visible = j < (rows // bucket * bucket)[:, None] if bucket else j <= rows[:, None]
+        query = queries(x["q"])[:, :, rows]
+        weights = (query @ keys(x["k"]).mT) * visible
+        divisor = weights.sum(-1, keepdim=True) + epsilon * query.sum(-1, keepdim=True)
         return weights @ x["v"] / divisor.clamp(min=max(floor, 1e-300))
 
     return reference

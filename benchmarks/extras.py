@@ -86,15 +86,15 @@ def mask_tables(quick: bool) -> Iterator[Report]:
             lambda b, h, i, j: (j <= i) & (i - j <= 255), None, None, N, N, device="cpu", BLOCK_SIZE=128
         )
 
-    made: list[Any] = []
-    table, taken = ours(), clock(lambda: made.append(theirs()))
-    blocks = made.pop()
+    layouts: list[Any] = []
+    table, seconds = ours(), clock(lambda: layouts.append(theirs()))
+    blocks = layouts.pop()
     visited = int(blocks.kv_num_blocks.sum() + blocks.full_kv_num_blocks.sum())
     if table.visited != visited:
         raise AssertionError(f"our table visits {table.visited} tiles, torch's block mask {visited}")
     del blocks
-    taken = taken if quick else min(taken, clock(theirs))  # seconds against microseconds: no need of many rounds
-    ratio = taken / interleaved({"": ours}, 0.3)[""]
+    seconds = seconds if quick else min(seconds, clock(theirs))  # seconds against microseconds: no need of many rounds
+    ratio = seconds / interleaved({"": ours}, 0.3)[""]
     yield {"name": "16,384 keys, torch's create_block_mask / ours", "value": f"{ratio:,.0f}x", "target": ">= 100x",
            "met": ratio >= 100}  # fmt: skip
     million = min(clock(lambda: ours(1 << 20)) for _ in range(3))
@@ -169,6 +169,6 @@ def _against_sdpa(
 
 
 def timed(what: Iterator[Report], report: Callable[[str], None]) -> list[Report]:
-    start, found = time.perf_counter(), list(what)
-    report(f"{len(found)} measured in {time.perf_counter() - start:.0f} s")
-    return found
+    start, reports = time.perf_counter(), list(what)
+    report(f"{len(reports)} measured in {time.perf_counter() - start:.0f} s")
+    return reports

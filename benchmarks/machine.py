@@ -80,10 +80,10 @@ def _library() -> ctypes.CDLL | None:
     folder = Path(tempfile.mkdtemp(prefix="regard-bench-"))
     (folder / "peak.cpp").write_text(SOURCE)
     command = [compiler, "-O3", "-march=native", "-ffp-contract=fast", "-fopenmp", "-shared", "-fPIC"]
-    made = subprocess.run(
+    compiled = subprocess.run(
         [*command, str(folder / "peak.cpp"), "-o", str(folder / "peak.so")], capture_output=True, check=False
     )
-    if made.returncode:
+    if compiled.returncode:
         return None
     library = ctypes.CDLL(str(folder / "peak.so"))
     shutil.rmtree(folder)
@@ -121,14 +121,14 @@ def describe() -> dict[str, str]:
     """The machine, and the versions of all that took part."""
     names = ["torch", "numpy", "onnxruntime", "openvino", "jax", "x-transformers", "local-attention", "transformers"]
     names += ["linear-attention-transformer", "performer-pytorch"]
-    found = {"cpu": _cpu(), "system": f"{platform.system()} {platform.release()}, Python {platform.python_version()}"}
-    found["regard"] = f"{regard.__version__} ({native.why_missing() or native.build_info()['instruction set']})"
+    facts = {"cpu": _cpu(), "system": f"{platform.system()} {platform.release()}, Python {platform.python_version()}"}
+    facts["regard"] = f"{regard.__version__} ({native.why_missing() or native.build_info()['instruction set']})"
     for name in names:
         try:
-            found[name] = version(name)
+            facts[name] = version(name)
         except PackageNotFoundError:
-            found[name] = "not installed"
-    return found
+            facts[name] = "not installed"
+    return facts
 
 
 def _cpu() -> str:

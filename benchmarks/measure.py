@@ -37,11 +37,11 @@ class Result:
     def line(self) -> str:
         if self.wrong:
             return f"{self.name}: NO TIME, {self.wrong}"
-        shown = [f"{ratio:.2f}x {name}" for name, ratio in self.ratios.items()]
+        parts = [f"{ratio:.2f}x {name}" for name, ratio in self.ratios.items()]
         failed = [format_target(target) for target in self.targets if not target["met"]]
-        shown += [f"no {name}: {reason}" for name, reason in self.missing.items()]
+        parts += [f"no {name}: {reason}" for name, reason in self.missing.items()]
         missed = f"   MISSED: {'; '.join(failed)}" if failed else ""
-        return f"{self.name}: {self.seconds * 1e3:.3f} ms, {', '.join(shown)}{missed}"
+        return f"{self.name}: {self.seconds * 1e3:.3f} ms, {', '.join(parts)}{missed}"
 
 
 def format_target(target: dict[str, Any]) -> str:
@@ -96,13 +96,13 @@ def measure(case: Case, threads: int, budget: float) -> Result:
     seconds = interleaved(calls, budget)
     result.seconds = ours = seconds.pop(OURS)
     shares = {peer.name: peer.share for peer in case.peers}
-    for name, taken in seconds.items():
+    for name, times in seconds.items():
         if name == PEAK:
-            _best_rate[threads] = max(_best_rate.get(threads, 0.0), peak_flops / taken)
+            _best_rate[threads] = max(_best_rate.get(threads, 0.0), peak_flops / times)
             result.ratios[name] = case.flops / ours / _best_rate[threads]
         else:
             share = shares.get(name, 1.0)
-            result.ratios[name] = taken * (share() if callable(share) else share) / ours
+            result.ratios[name] = times * (share() if callable(share) else share) / ours
     for target in case.targets:
         if target.peer not in result.ratios:
             result.unjudged.append(target.peer)
@@ -125,5 +125,5 @@ def _timed(call: Callable[[], Any], case: Case, x: Inputs) -> Callable[[], Any]:
 
     with torch.no_grad():
         seed = torch.randn(call().shape).to(next(iter(x.values())))
-    wanted = leaves(x)
-    return lambda: torch.autograd.grad(call(), wanted, seed, allow_unused=True)
+    inputs = leaves(x)
+    return lambda: torch.autograd.grad(call(), inputs, seed, allow_unused=True)

@@ -109,8 +109,8 @@ def onnxruntime(*, causal: bool = False) -> Peer:
         session = ort.InferenceSession(model.SerializeToString(), options, providers=["CPUExecutionProvider"])
         return lambda: (session.run(None, given)[0], heads)
 
-    def view(found: tuple[Any, int]) -> Tensor:
-        return torch.from_numpy(found[0]).unflatten(2, (found[1], -1)).transpose(1, 2)
+    def view(result: tuple[Any, int]) -> Tensor:
+        return torch.from_numpy(result[0]).unflatten(2, (result[1], -1)).transpose(1, 2)
 
     return Peer(ONNXRUNTIME, build, view)
 
@@ -132,7 +132,7 @@ def openvino(*, causal: bool = False) -> Peer:
         given = [x[name].detach().numpy() for name in "qkv"]
         return lambda: compiled(given, share_inputs=True, share_outputs=True)[0]
 
-    return Peer(OPENVINO, build, lambda found: torch.from_numpy(found).clone())
+    return Peer(OPENVINO, build, lambda output: torch.from_numpy(output).clone())
 
 
 def jax(*, causal: bool = False) -> Peer:
@@ -145,10 +145,10 @@ def jax(*, causal: bool = False) -> Peer:
         given = [library.numpy.asarray(t.numpy()) for t in _tokens(x)]
         return lambda: call(*given).block_until_ready()
 
-    def view(found: Any) -> Tensor:
+    def view(output: Any) -> Tensor:
         import numpy
 
-        return torch.from_numpy(numpy.array(found)).transpose(1, 2)
+        return torch.from_numpy(numpy.array(output)).transpose(1, 2)
 
     return Peer(JAX, build, view, tolerance=1e-4)
 

@@ -34,7 +34,7 @@ def gguf_file(kind: str = "Q4_1") -> Path:
     import gguf
 
     target = Path(_folder().name) / f"{kind}.gguf"
-    reader, wanted = gguf.GGUFReader(source), gguf.GGMLQuantizationType[kind]
+    reader, quantization = gguf.GGUFReader(source), gguf.GGMLQuantizationType[kind]
     writer = gguf.GGUFWriter(target, reader.get_field("general.architecture").contents())
     for name, field in reader.fields.items():
         if not name.startswith("GGUF.") and name != "general.architecture":
@@ -43,7 +43,7 @@ def gguf_file(kind: str = "Q4_1") -> Path:
     for tensor in reader.tensors:
         data, kept = tensor.data, tensor.tensor_type
         if kept == gguf.GGMLQuantizationType.Q4_1:
-            data, kept = gguf.quants.quantize(gguf.quants.dequantize(data, kept), wanted), wanted
+            data, kept = gguf.quants.quantize(gguf.quants.dequantize(data, kept), quantization), quantization
         writer.add_tensor(tensor.name, data, raw_dtype=kept)
     writer.write_header_to_file()
     writer.write_kv_data_to_file()
@@ -123,11 +123,11 @@ def transformers_smollm2() -> Peer:
 
         def call() -> Tensor:
             with torch.inference_mode():
-                found = model(x["prompt"], use_cache=True, logits_to_keep=1)
+                result = model(x["prompt"], use_cache=True, logits_to_keep=1)
                 for token in x["next"].T:
-                    found.logits[:, -1].argmax(-1)
-                    found = model(token[None], past_key_values=found.past_key_values, use_cache=True)
-            return found.logits[:, -1:][None]
+                    result.logits[:, -1].argmax(-1)
+                    result = model(token[None], past_key_values=result.past_key_values, use_cache=True)
+            return result.logits[:, -1:][None]
 
         return call
 

@@ -33,10 +33,10 @@ def minilm_folder() -> str:
 def tokenizer() -> Any:
     from tokenizers import Tokenizer
 
-    made = Tokenizer.from_file(str(Path(minilm_folder()) / "tokenizer.json"))
-    made.no_padding()
-    made.enable_truncation(LENGTH)
-    return made
+    tokenizer = Tokenizer.from_file(str(Path(minilm_folder()) / "tokenizer.json"))
+    tokenizer.no_padding()
+    tokenizer.enable_truncation(LENGTH)
+    return tokenizer
 
 
 @cache
@@ -48,11 +48,11 @@ def minilm(dtype: torch.dtype = torch.float32) -> Any:
 
 def embed_exactly(texts: list[str]) -> Tensor:
     with torch.no_grad():
-        found = [
+        means = [
             minilm(torch.float64)(torch.tensor([e.ids])).last_hidden_state.mean(1)
             for e in tokenizer().encode_batch(texts)
         ]
-    return torch.nn.functional.normalize(torch.cat(found), dim=-1)
+    return torch.nn.functional.normalize(torch.cat(means), dim=-1)
 
 
 def sentence_transformers(run: Callable[[Embed], Tensor]) -> Peer:
@@ -114,7 +114,7 @@ def onnxruntime(run: Callable[[Embed], Tensor]) -> Peer:
         def embed(texts: list[str]) -> Any:
             encoded = tokenizer().encode_batch(texts)
             order = sorted(range(len(texts)), key=lambda n: -len(encoded[n].ids))
-            found = np.empty((len(texts), 384), np.float32)
+            embeddings = np.empty((len(texts), 384), np.float32)
             for start in range(0, len(order), 32):
                 rows = order[start : start + 32]
                 longest = len(encoded[rows[0]].ids)
@@ -123,8 +123,8 @@ def onnxruntime(run: Callable[[Embed], Tensor]) -> Peer:
                     ids[r, : len(encoded[n].ids)], mask[r, : len(encoded[n].ids)] = encoded[n].ids, 1
                 hidden = session.run(None, {"ids": ids, "mask": mask})[0]
                 sums = (hidden * mask[:, :, None]).sum(1)
-                found[rows] = sums / np.linalg.norm(sums, axis=1, keepdims=True)
-            return found
+                embeddings[rows] = sums / np.linalg.norm(sums, axis=1, keepdims=True)
+            return embeddings
 
         return lambda: run(embed)
 
@@ -194,7 +194,7 @@ def our_gpt2() -> Any:
 
 def their_gpt2_generates(ids: Tensor) -> Tensor:
     with torch.inference_mode():
-        found = _gpt2()[0].generate(
+        generated = _gpt2()[0].generate(
             ids,
             attention_mask=torch.ones_like(ids),
             do_sample=False,
@@ -202,7 +202,7 @@ def their_gpt2_generates(ids: Tensor) -> Tensor:
             eos_token_id=None,
             pad_token_id=0,
         )
-    return found[:, ids.shape[1] :]
+    return generated[:, ids.shape[1] :]
 
 
 @cache
@@ -227,8 +227,8 @@ def our_marian_translates(ids: Tensor) -> Tensor:
 def their_marian_translates(ids: Tensor) -> Tensor:
     model = _marian()[0]
     with torch.inference_mode():
-        found = model.generate(
+        generated = model.generate(
             ids, attention_mask=torch.ones_like(ids), num_beams=4, do_sample=False, early_stopping=False,
             max_new_tokens=32, min_new_tokens=32, length_penalty=1.0,
         )  # fmt: skip
-    return found[:, 1:]
+    return generated[:, 1:]

@@ -62,9 +62,9 @@ def draw(run: dict[str, Any], path: Path) -> None:
                     bound = target["at_least"] or 1 / target["at_most"]
                     colour = COLOURS[_family(target["peer"])]
                     axis.plot([bound, bound], [at - 0.42, at + 0.42], color=colour, lw=2, zorder=2)
-            shown = _shown(case)
-            for n, (peer, ratio) in enumerate(shown.items()):  # a little below each other, so that none hides another
-                aside = (n - (len(shown) - 1) / 2) * 0.2
+            peers = _shown(case)
+            for n, (peer, ratio) in enumerate(peers.items()):  # a little below each other, so that none hides another
+                aside = (n - (len(peers) - 1) / 2) * 0.2
                 axis.plot(ratio, at + aside, "o", ms=6.5, color=COLOURS[_family(peer)], mec="white", mew=0.7, zorder=3)
         axis.set_xscale("log")
         axis.set_xlim(low, high)
@@ -96,11 +96,11 @@ def _bands(axis: Any, place: dict[str, float], rows: dict[str, str]) -> None:
 def _legend(figure: Any, panels: dict[str, list[dict[str, Any]]]) -> None:
     from matplotlib.lines import Line2D
 
-    seen = {_family(peer) for cases in panels.values() for case in cases for peer in _shown(case)}
+    families = {_family(peer) for cases in panels.values() for case in cases for peer in _shown(case)}
     marks = [
         Line2D([], [], ls="", marker="o", ms=7, color=colour, label=name)
         for name, colour in COLOURS.items()
-        if name in seen
+        if name in families
     ]
     marks.append(Line2D([], [], ls="", marker="|", ms=11, mew=2, color=INK, label="target, in the peer's colour"))
     height = figure.get_figheight()

@@ -57,7 +57,7 @@ def main() -> None:
         train(Split(**json.loads(options.split)))
         return
     model = described()
-    found = []
+    measured = []
     print(f"{model.count:,} weights, {BATCH} x {SEQUENCE} tokens a step; float32, {options.cores} cores\n")
     names = ["memory", "sent", "computing", *(["step"] if options.wall else [])]
     print("| layout | " + " | ".join(f"{name} | predicted | error" for name in names) + " |")
@@ -69,17 +69,19 @@ def main() -> None:
             cost(model, split, machine, sequence=SEQUENCE, batch=BATCH)
             for machine in (alone, replace(alone, cores=options.cores, ranks=split.ranks))
         ]
-        said = {"memory": costs[0].peak, "sent": sum(costs[0].sent.values()), "computing": costs[0].time}
-        said["step"] = costs[1].time
-        found.append({"layout": str(split), "measured": real, "predicted": said, "machine": asdict(alone)})
-        print(f"| {split} | {' | '.join(row(name, real[name], said[name]) for name in names)} |", flush=True)
+        predicted = {"memory": costs[0].peak, "sent": sum(costs[0].sent.values()), "computing": costs[0].time}
+        predicted["step"] = costs[1].time
+        measured.append({"layout": str(split), "measured": real, "predicted": predicted, "machine": asdict(alone)})
+        print(f"| {split} | {' | '.join(row(name, real[name], predicted[name]) for name in names)} |", flush=True)
         if options.out:
-            options.out.write_text(json.dumps(found, indent=1))
+            options.out.write_text(json.dumps(measured, indent=1))
 
 
-def row(name: str, real: float, said: float) -> str:
-    error = f"{said / real - 1:+.1%}" if real else ""
-    shown = (f"{format_quantity(each)}B" if name in ("memory", "sent") else f"{each:.2f} s" for each in (real, said))
+def row(name: str, real: float, predicted: float) -> str:
+    error = f"{predicted / real - 1:+.1%}" if real else ""
+    shown = (
+        f"{format_quantity(each)}B" if name in ("memory", "sent") else f"{each:.2f} s" for each in (real, predicted)
+    )
     return " | ".join((*shown, error))
 
 

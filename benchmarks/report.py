@@ -13,42 +13,42 @@ Run = dict[str, Any]
 
 def results(run: Run) -> list[dict[str, Any]]:
     """Return all cases for all numbers of threads, grouped by case."""
-    found = [case for worker in run["times"].values() for case in worker["cases"]]
-    order = {name: n for n, name in enumerate(dict.fromkeys(case["name"] for case in found))}
-    return sorted(found, key=lambda case: (order[case["name"]], case["threads"]))
+    cases = [case for worker in run["times"].values() for case in worker["cases"]]
+    order = {name: n for n, name in enumerate(dict.fromkeys(case["name"] for case in cases))}
+    return sorted(cases, key=lambda case: (order[case["name"]], case["threads"]))
 
 
 def verdicts(run: Run) -> list[tuple[str, str, bool]]:
     """Return every target: the case, the measured value, and whether the target is met."""
-    found = []
+    judged = []
     for case in results(run):
         where = f"{case['name']} ({case['threads']} thread{'s' * (case['threads'] > 1)})"
         if case["wrong"]:
-            found.append((where, f"wrong result, so no time: {case['wrong']}", False))
-        found += [(where, format_target(target) + _wanting(case, target), target["met"]) for target in case["targets"]]
-        found += [(where, f"not judged, since {peer} has no time", False) for peer in case["unjudged"]]
+            judged.append((where, f"wrong result, so no time: {case['wrong']}", False))
+        judged += [(where, format_target(target) + _wanting(case, target), target["met"]) for target in case["targets"]]
+        judged += [(where, f"not judged, since {peer} has no time", False) for peer in case["unjudged"]]
     for threads, worker in run["times"].items():
         if worker["grid"]:
             worst = max(worker["grid"], key=lambda row: row["slower"])
             text = f"worst is {worst['slower']:.2f}x the time of the sdpa engine, at most 1.05x: {worst['case']}"
-            found.append((f"grid of {len(worker['grid'])} calls ({threads} threads)", text, worst["slower"] <= 1.05))
-        found += [
+            judged.append((f"grid of {len(worker['grid'])} calls ({threads} threads)", text, worst["slower"] <= 1.05))
+        judged += [
             (f"mask table, {row['name']}", f"{row['value']}, {row['target']}", row["met"]) for row in worker["tables"]
         ]
         for row in worker["training"]:
             if row["at_least"]:
                 text = f"{row['ratio']:.2f}x {row['peer']}, at least {row['at_least']:g}x"
-                found.append((f"training throughput, {row['name']}", text, row["met"]))
+                judged.append((f"training throughput, {row['name']}", text, row["met"]))
     for name, row in run["memory"].items():
         if "at most" in row:
             text = f"{row[OURS]:.1f} MB beyond inputs of {row['inputs']:.1f} MB, at most {row['at most']:.0f} MB"
-            found.append((f"memory of {name}", text, row[OURS] <= row["at most"]))
+            judged.append((f"memory of {name}", text, row[OURS] <= row["at most"]))
         if "weights" in row:
             ratio = row[OURS] / row["weights"]
-            found.append((f"memory of {name}", f"{ratio:.2f}x its weights, at most 1.1x", ratio <= 1.1))
+            judged.append((f"memory of {name}", f"{ratio:.2f}x its weights, at most 1.1x", ratio <= 1.1))
         if name.startswith("table of"):
-            found.append((f"memory of a mask {name}", f"{row[OURS]:.0f} MB, at most 200 MB", row[OURS] <= 200))
-    return found
+            judged.append((f"memory of a mask {name}", f"{row[OURS]:.0f} MB, at most 200 MB", row[OURS] <= 200))
+    return judged
 
 
 def _wanting(case: dict[str, Any], target: dict[str, Any]) -> str:
@@ -139,13 +139,13 @@ def _marked(text: str, met: bool | None) -> str:
 
 
 def _targets(targets: list[dict[str, Any]]) -> str:
-    shown = []
+    lines = []
     for target in targets:
         bound = f">= {target['at_least']:g}x" if target["at_least"] else f"<= {target['at_most']:g}x time of"
         if target["peer"] in (PEAK, READS):
             bound = f">= {target['at_least']:.0%}"
-        shown.append(f"{bound} {target['peer']}: {'met' if target['met'] else 'MISSED'}")
-    return "; ".join(shown)
+        lines.append(f"{bound} {target['peer']}: {'met' if target['met'] else 'MISSED'}")
+    return "; ".join(lines)
 
 
 def _memory(row: dict[str, float] | None) -> str:

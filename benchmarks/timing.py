@@ -43,9 +43,9 @@ def interleaved(calls: dict[str, Callable[[], Any]], budget: float) -> dict[str,
             if best[name] < 5 * SLICE:
                 call()
             times = max(1, min(1000, int(SLICE / best[name])))
-            taken = clock(call, times)
-            best[name] = min(best[name], taken)
-            spent[name] += taken * times
+            elapsed = clock(call, times)
+            best[name] = min(best[name], elapsed)
+            spent[name] += elapsed * times
             rounds[name] += 1
         over = time.perf_counter() - start > budget
         waiting = [

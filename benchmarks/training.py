@@ -106,9 +106,9 @@ def compare(
     for model, _ in sides:
         model.eval()
     with torch.no_grad():
-        mine, other = (float(loss(batches[0])) for _, loss in sides)
-    if abs(mine - other) > 1e-4 * abs(other):
-        raise AssertionError(f"{name}: the losses differ, {mine} and {other}: a wrong result is not timed")
+        ours, other = (float(loss(batches[0])) for _, loss in sides)
+    if abs(ours - other) > 1e-4 * abs(other):
+        raise AssertionError(f"{name}: the losses differ, {ours} and {other}: a wrong result is not timed")
     step_by_step = [step_of(model.train(), loss, Recipe()) for model, loss in sides]
     spent = [0.0, 0.0]
     for n, chosen in enumerate(batches[: steps + 1]):

@@ -55,9 +55,9 @@ def page(folder: Path) -> None:
             paints.append(tab.page.evaluate(PAINT))
         tab.open(path.as_uri(), "view=tokens")
         tab.page.wait_for_selector(".column-query .row")
-        taken = tab.page.evaluate(HOVER)
+        times = tab.page.evaluate(HOVER)
     print(f"first contentful paint {', '.join(f'{ms:.0f}' for ms in paints)} ms")
-    print(f"hover over 20 tokens: median {statistics.median(taken):.0f} ms, worst {max(taken):.0f} ms")
+    print(f"hover over 20 tokens: median {statistics.median(times):.0f} ms, worst {max(times):.0f} ms")
 
 
 def windows(tokens: int) -> None:
@@ -69,12 +69,12 @@ def windows(tokens: int) -> None:
     middle = tokens // 2
     for tall, wide in ((64, 64), (512, 512), (512, tokens), (4000, 4000), (tokens, 512), (tokens, tokens)):
         rows, columns = ((n := min(middle, tokens - size), n + size) for size in (tall, wide))
-        taken = []
+        times = []
         for head in range(4):
             began = time.perf_counter()
             record.window(0, head, rows, columns)
-            taken.append(1e3 * (time.perf_counter() - began))
-        print(f"window of {tall:,} x {wide:,}: worst of 4 {max(taken):.0f} ms")
+            times.append(1e3 * (time.perf_counter() - began))
+        print(f"window of {tall:,} x {wide:,}: worst of 4 {max(times):.0f} ms")
 
 
 if __name__ == "__main__":

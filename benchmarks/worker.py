@@ -40,33 +40,33 @@ def report(line: str) -> None:
 
 def times(threads: int, quick: bool, only: str, budget: float) -> dict[str, Any]:
     torch.set_num_threads(threads)
-    found: dict[str, Any] = {"cases": [], "growth": [], "grid": [], "tables": [], "training": []}
+    results: dict[str, Any] = {"cases": [], "growth": [], "grid": [], "tables": [], "training": []}
     todo = chosen(quick, only, threads)
     for number, case in enumerate(todo, 1):
         start = time.perf_counter()
         result = measure(case, threads, budget)
-        found["cases"].append(asdict(result))
+        results["cases"].append(asdict(result))
         report(f"  [{number}/{len(todo)}, {threads} threads, {time.perf_counter() - start:.0f} s] {result.line()}")
         gc.collect()
     for name, parts in (("growth", extras.growth), ("grid", extras.grid)):
         if only.lower() in name:
-            found[name] = extras.timed(parts(threads, quick), lambda line, name=name: report(f"  {name}: {line}"))
+            results[name] = extras.timed(parts(threads, quick), lambda line, name=name: report(f"  {name}: {line}"))
     if only.lower() in "mask tables":
-        found["tables"] = extras.timed(extras.mask_tables(quick), lambda line: report(f"  mask tables: {line}"))
+        results["tables"] = extras.timed(extras.mask_tables(quick), lambda line: report(f"  mask tables: {line}"))
     if only.lower() in "training throughput" and threads == 2:
-        found["training"] = extras.timed(training(quick), lambda line: report(f"  training throughput: {line}"))
+        results["training"] = extras.timed(training(quick), lambda line: report(f"  training throughput: {line}"))
     call, flops = machine.peak_call(threads)
-    found["peak"] = flops / timing.interleaved({"": call}, 0.3)[""] / 1e9
+    results["peak"] = flops / timing.interleaved({"": call}, 0.3)[""] / 1e9
     for name, count in (("cache", 1 << 22), ("memory", 1 << 26)):
         data = torch.zeros(count)
-        found[name] = 4 * count / timing.interleaved({"": machine.read_call([data], threads)}, 0.3)[""] / 1e9
-    return found
+        results[name] = 4 * count / timing.interleaved({"": machine.read_call([data], threads)}, 0.3)[""] / 1e9
+    return results
 
 
 def memory(quick: bool, only: str) -> dict[str, Any]:
     """Megabytes beyond inputs that each case takes at its peak: ours, and the first peer where that is quick enough."""
     torch.set_num_threads(1)
-    found: dict[str, Any] = {}
+    peaks: dict[str, Any] = {}
     for case in chosen(quick, only):
         if case.smallest or (quick and not case.linear_memory):
             continue
@@ -77,26 +77,26 @@ def memory(quick: bool, only: str) -> dict[str, Any]:
         calls, x, result = calls_of(Case(**(vars(case) | {"peers": kept})), 1)
         if result.wrong:
             continue
-        found[case.name] = {name: peak_megabytes(call) for name, call in calls.items()}
+        peaks[case.name] = {name: peak_megabytes(call) for name, call in calls.items()}
         given = sum(t.numel() * t.element_size() for t in x.values()) / 1e6
-        found[case.name]["inputs"] = given
+        peaks[case.name]["inputs"] = given
         if case.linear_memory:
-            found[case.name]["at most"] = max(16.0, 8 * given)
-        report(f"  memory of {case.name}: {found[case.name][OURS]:.0f} MB")
+            peaks[case.name]["at most"] = max(16.0, 8 * given)
+        report(f"  memory of {case.name}: {peaks[case.name][OURS]:.0f} MB")
         calls.clear()
         gc.collect()
     if only.lower() in "mask tables":
-        found["table of 1,048,576 keys"] = {OURS: peak_megabytes(extras.million_keys())}
+        peaks["table of 1,048,576 keys"] = {OURS: peak_megabytes(extras.million_keys())}
     if only.lower() in "frozen model":
         build = extras.frozen_model()
         gc.collect()
         before = _status("VmRSS")
         model = build()
         gc.collect()
-        taken, weights = (_status("VmRSS") - before) / 1e3, sum(each.nbytes for each in model.parameters()) / 1e6
-        found["a frozen model"] = {OURS: taken, "weights": weights}
-        report(f"  memory of a frozen model: {taken:.0f} MB, {taken / weights:.2f}x its weights")
-    return found
+        resident, weights = (_status("VmRSS") - before) / 1e3, sum(each.nbytes for each in model.parameters()) / 1e6
+        peaks["a frozen model"] = {OURS: resident, "weights": weights}
+        report(f"  memory of a frozen model: {resident:.0f} MB, {resident / weights:.2f}x its weights")
+    return peaks
 
 
 def peak_megabytes(call: Any) -> float:
@@ -131,10 +131,10 @@ def main() -> None:
     if given.cpu_time:
         timing.use_cpu_time()
     if given.what == "times":
-        found = times(given.threads, given.quick, given.only, given.budget)
+        report = times(given.threads, given.quick, given.only, given.budget)
     else:
-        found = memory(given.quick, given.only)
-    given.out.write_text(json.dumps(found))
+        report = memory(given.quick, given.only)
+    given.out.write_text(json.dumps(report))
 
 
 if __name__ == "__main__":

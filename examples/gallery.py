@@ -124,15 +124,15 @@ def sink() -> None:
 
 def values() -> None:
     """The sink writes little: its values are short, so weights alone mislead."""
-    found = []
+    ratios = []
     for captured in english().attentions:
         for head in range(captured.heads):
             weights = captured.weights(heads=[head], rows=slice(8, captured.Q))[0]
             lengths = captured.value_lengths(head).float()
             scaled = weights * lengths
             shares = weights[:, 0].mean(), (scaled[:, 0] / scaled.sum(-1)).mean()
-            found.append(torch.stack([lengths[0] / lengths[1:].mean(), *shares]))
-    ratio, weight, scaled = torch.stack(found).unbind(-1)
+            ratios.append(torch.stack([lengths[0] / lengths[1:].mean(), *shares]))
+    ratio, weight, scaled = torch.stack(ratios).unbind(-1)
     print(f"SmolLM2: the value of the first token is {ratio.median():.2f} times as long as others (median of heads)")
     print(f"its share of the weights is {weight.mean():.0%}, of weights x value lengths {scaled.mean():.0%}")
 
@@ -171,8 +171,8 @@ def previous_off() -> None:
     chosen = [head for head in best(table, 40) if head[0] < min(layer for layer, _ in target)][:6]
 
     def mean(of: Record) -> float:
-        found = induction_scores(of)
-        return float(torch.stack([found[at] for at in target]).mean())
+        scores = induction_scores(of)
+        return float(torch.stack([scores[at] for at in target]).mean())
 
     draws = random_heads(6, chosen, max(layer for layer, _ in chosen) + 1, table.shape[1])
     others = [mean(record.ablate(*off(each))) for each in draws]

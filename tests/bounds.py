@@ -93,8 +93,8 @@ def judge(
         leaves = [*inputs, *(read.leaf(t) for t in learned)]
         finite = x.lse.masked_fill(x.lse.isneginf(), 0.0)
         pairs = [(o, d) for o, d in ((x.output, d_output), (finite, d_lse)) if o.requires_grad]
-        found = torch.autograd.grad([o for o, _ in pairs], leaves, [d for _, d in pairs], allow_unused=True)
-        gradients = [torch.zeros_like(leaf) if g is None else g for leaf, g in zip(leaves, found, strict=True)]
+        grads = torch.autograd.grad([o for o, _ in pairs], leaves, [d for _, d in pairs], allow_unused=True)
+        gradients = [torch.zeros_like(leaf) if g is None else g for leaf, g in zip(leaves, grads, strict=True)]
         gradients = [g.reshape(t.shape) for g, t in zip(gradients, [*tensors, *learned], strict=True)]
         with torch.no_grad():
             gradient_bounds = bounds.gradients(inputs, learned, gradients, d_output, d_lse)
@@ -326,9 +326,9 @@ class _Bounds:
 
         tensors = [e_query, of_kv_heads(e_k), of_kv_heads(e_value)]
         tensors = [bound.reshape(t.shape) for bound, t in zip(tensors, inputs, strict=True)]
-        found = [unit.store(g, b + unit.tiny) for g, b in zip(exact, tensors, strict=False)]
+        rounded = [unit.store(g, b + unit.tiny) for g, b in zip(exact, tensors, strict=False)]
         rest = [bounds[Reader.place(t)] + unit.tiny + 2 * u * g.abs() for t, g in zip(learned, exact[3:], strict=True)]
-        return [*found, *rest]
+        return [*rounded, *rest]
 
     def _of_score(self, Gs: Tensor, e_Gs: Tensor, add: Any) -> tuple[Tensor, Tensor]:
         """Bounds of the gradients of query and key, one for each query head; those of the score's tensors are added."""

@@ -47,15 +47,15 @@ def places(value: Any, at: tuple[Any, ...] = ()) -> Iterator[tuple[Any, ...]]:
 
 def changed(whole: Any, at: tuple[Any, ...], value: Any) -> Any:
     """Return JSON with another value at one path."""
-    made = copy.deepcopy(whole)
-    around = made
+    damaged = copy.deepcopy(whole)
+    around = damaged
     for key in at[:-1]:
         around = around[key]
     if value is MISSING:
         del around[at[-1]]
     else:
         around[at[-1]] = value
-    return made
+    return damaged
 
 
 def mutations(path: Path, every: int) -> Iterator[tuple[str, str]]:
@@ -144,8 +144,8 @@ def run(job: str, folders: list[Path], every: int) -> list[str]:
     command = [sys.executable, "-m", "tests.damaged_files", job, *map(str, folders), "--every", str(every)]
     root = Path(__file__).parent.parent
     done = subprocess.run(command, cwd=root, capture_output=True, text=True, timeout=3600, check=False)
-    found = done.stdout.splitlines()
-    return found + ([] if done.returncode == 0 else [f"ended with {done.returncode}: {done.stderr[-2000:]}"])
+    lines = done.stdout.splitlines()
+    return lines + ([] if done.returncode == 0 else [f"ended with {done.returncode}: {done.stderr[-2000:]}"])
 
 
 def load_checkpoint(folder: Path) -> None:

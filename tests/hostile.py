@@ -163,13 +163,13 @@ def compare(case: Hostile, reach: Reach, ours: Found, judged: Judged) -> None:
     within("lse", ours.lse, judged.lse, judged.lse_bound, reach.rows)
     names = ("the gradient of query", "the gradient of key", "the gradient of value")
     wheres = (reach.rows, reach.keys, reach.keys)
-    for n, mine in enumerate(ours.gradients):
+    for n, actual in enumerate(ours.gradients):
         exact, bound = judged.gradients[n], judged.gradient_bounds[n]
-        mine = torch.zeros_like(exact, dtype=case.dtype) if mine is None else mine
+        actual = torch.zeros_like(exact, dtype=case.dtype) if actual is None else actual
         if n < 3:
-            within(names[n], mine, exact, bound, wheres[n])
+            within(names[n], actual, exact, bound, wheres[n])
         elif reach.rows.all():
-            within(f"the gradient of learned tensor {n - 3}", mine, exact, bound)
+            within(f"the gradient of learned tensor {n - 3}", actual, exact, bound)
 
 
 def looks(case: Hostile, reach: Reach, judged: Judged) -> None:
@@ -177,8 +177,8 @@ def looks(case: Hostile, reach: Reach, judged: Judged) -> None:
     attend = rg.Attention(**case.call.description)
     query, key = (t.detach() for t in case.tensors()[:2])
     with torch.no_grad():
-        found = attend.statistics(query, key, top=3)
-        expect_statistics(case, reach, judged, found)
+        statistics = attend.statistics(query, key, top=3)
+        expect_statistics(case, reach, judged, statistics)
         x, unit = judged.exact, Rounding(case.dtype)
         Q, K = x.at.shape[2:]
         if bool(reach.rows.all()) and Q and K:
@@ -189,7 +189,7 @@ def looks(case: Hostile, reach: Reach, judged: Judged) -> None:
             within("map", attend.map(query, key, size=size), pooled, bound)
 
 
-def expect_statistics(case: Hostile, reach: Reach, judged: Judged, found: rg.Statistics) -> None:
+def expect_statistics(case: Hostile, reach: Reach, judged: Judged, statistics: rg.Statistics) -> None:
     x, u = judged.exact, Rounding(case.dtype).u
     K = x.at.shape[3]
     if not K:
@@ -208,17 +208,17 @@ def expect_statistics(case: Hostile, reach: Reach, judged: Judged, found: rg.Sta
         entropy = entropy + share * (lse - sink)
         rough = rough + share.clamp(max=1) * ((lse - sink).abs() + 1) * (judged.lse_bound + 2 * u * sink.abs() + 8 * u)
         size = size + share * (sink.abs() + (lse - sink).abs())
-    within("lse of statistics", found.lse, judged.lse, judged.lse_bound + 4 * u * lse.abs(), reach.rows)
-    within("entropy", found.entropy, entropy, rough + n * size, reach.rows)
+    within("lse of statistics", statistics.lse, judged.lse, judged.lse_bound + 4 * u * lse.abs(), reach.rows)
+    within("entropy", statistics.entropy, entropy, rough + n * size, reach.rows)
 
     total, distance = weights.sum(-1), (x.at.p - x.at.j).abs().double()
     shown = reach.rows & (total > 1e-6)
     away = (weights * distance).sum(-1) / total
     rough = ((off * distance).sum(-1) + away * off.sum(-1)) / total
-    within("distance", found.distance, away, rough + 4 * n * (away + distance.amax(-1)), shown)
+    within("distance", statistics.distance, away, rough + 4 * n * (away + distance.amax(-1)), shown)
 
     best = F.pad(weights.topk(min(3, K), -1).values, (0, 3 - min(3, K)))
-    kept = torch.where(found.top_keys < 0, 0.0, weights.gather(-1, found.top_keys.clamp(min=0)))
+    kept = torch.where(statistics.top_keys < 0, 0.0, weights.gather(-1, statistics.top_keys.clamp(min=0)))
     most = off.amax(-1, keepdim=True).expand_as(best)
-    within("top_weights", found.top_weights, best, most, reach.rows)
+    within("top_weights", statistics.top_weights, best, most, reach.rows)
     within("the weight of top_keys", kept, best, 2 * most, reach.rows)

@@ -220,7 +220,7 @@ class Hostile:
 
     def tensors(self, dtype: torch.dtype | None = None, clean: bool = False) -> list[Tensor]:
         """Return query, key and value in the case's dtype; `clean` replaces absurd numbers by zeros."""
-        made = []
+        layouts = []
         for n, tensor in enumerate((self.call.query, self.call.key, self.call.value)):
             tensor = tensor.to(self.dtype, copy=True)
             for which, share, number in self.planted:
@@ -230,8 +230,8 @@ class Hostile:
                 tensor = tensor[:1, :, :1].expand_as(tensor).contiguous()
             if clean:
                 tensor = torch.where(tensor.abs() <= ABSURD, tensor, 0.0)
-            made.append(lay_out(tensor.to(dtype or self.dtype), self.layouts[n]))
-        return made
+            layouts.append(lay_out(tensor.to(dtype or self.dtype), self.layouts[n]))
+        return layouts
 
     def __repr__(self) -> str:
         rest = f"{self.layouts}, planted={self.planted}, threads={self.threads}, spread={self.spread}"

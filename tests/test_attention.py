@@ -23,14 +23,14 @@ def _seed() -> None:
 
 @pytest.mark.parametrize("engine", ["reference", "tiled", "sdpa", "native"])
 @pytest.mark.parametrize("wanted", [(0,), (1,), (2,), (0, 2), (1, 2)])
-def test_any_subset_of_the_inputs_may_require_grad(engine: str, wanted: tuple[int, ...]) -> None:
+def test_any_subset_of_the_inputs_may_require_grad(engine: str, needing_grad: tuple[int, ...]) -> None:
     inputs = [normal(1, 2, 9, 4) for _ in range(3)]
     whole = [t.clone().requires_grad_() for t in inputs]
-    part = [t.clone().requires_grad_(n in wanted) for n, t in enumerate(inputs)]
+    part = [t.clone().requires_grad_(n in needing_grad) for n, t in enumerate(inputs)]
     rg.attention(*whole, mask=rg.causal(), engine="reference").sin().sum().backward()
     rg.attention(*part, mask=rg.causal(), engine=engine).sin().sum().backward()
     for n in range(3):
-        if n in wanted:
+        if n in needing_grad:
             torch.testing.assert_close(part[n].grad, whole[n].grad)
         else:
             assert part[n].grad is None
@@ -208,8 +208,8 @@ def test_an_offset_that_vmap_maps_over_is_refused(use: str) -> None:
         if use == "functional_call":
             held = rg.Attention(mask=rg.causal(), offset=torch.tensor([0, 1]))
             return torch.func.functional_call(held, {"offset": offset.expand(2)}, (query, key, value))
-        made = rg.Attention(mask=rg.causal(), offset=offset if use == "whole" else offset.expand(2))
-        return made.weights(query, key) if use == "weights" else made(query, key, value)
+        attend = rg.Attention(mask=rg.causal(), offset=offset if use == "whole" else offset.expand(2))
+        return attend.weights(query, key) if use == "weights" else attend(query, key, value)
 
     with pytest.raises(NotImplementedError, match="offset is read as values"):
         torch.func.vmap(attend)(torch.arange(3))

@@ -40,8 +40,8 @@ def inputs(B: int = 2, length: int = N) -> tuple[Tensor, ...]:
     return tuple(torch.randn(B, 2, length, 8, generator=random) for _ in range(3))
 
 
-def close(found: Tensor, expected: Tensor) -> bool:
-    return bool((found.double() - expected).abs().max() < 1e-5)
+def close(actual: Tensor, expected: Tensor) -> bool:
+    return bool((actual.double() - expected).abs().max() < 1e-5)
 
 
 P, J = torch.arange(N)[:, None], torch.arange(N)
@@ -173,9 +173,9 @@ class TestAMaskWhoseTensorChanged:
             out = rg.Attention(mask=bits)(*leaves, engine=engine)
             expected = torch.autograd.grad(attended(*doubles, bits.clone()).sum(), doubles)
             bits.data.logical_not_()
-            found = torch.autograd.grad(out.sum(), leaves)
+            grads = torch.autograd.grad(out.sum(), leaves)
             bits.data.logical_not_()
-            assert all(close(a, b) for a, b in zip(found, expected, strict=True)), engine
+            assert all(close(a, b) for a, b in zip(grads, expected, strict=True)), engine
 
     def test_offsets_are_read_in_every_call(self) -> None:
         offset, (q, k, v) = torch.tensor([0, 40], dtype=torch.int32), inputs()
@@ -272,10 +272,10 @@ class TestTheLimit:
         rg.set_cache_limit(300_000)
         held = [rg.Attention(mask=torch.rand(640, 640) > 0.5) for _ in range(8)]
         for attend in held * 2:
-            found = attend(q, k, v)
+            output = attend(q, k, v)
             assert rg.cache_info().nbytes <= 300_000
             assert isinstance(attend.mask, rg.Mask)
-            assert close(found, attended(q, k, v, attend.mask.tensors()[0]))
+            assert close(output, attended(q, k, v, attend.mask.tensors()[0]))
         assert rg.cache_info().nbytes > 50_000
 
     def test_what_was_used_last_stays(self) -> None:

@@ -71,8 +71,8 @@ def test_a_subclass_of_a_bias_computes_what_it_says() -> None:
     dense.requires_grad_()
     for engine in ENGINES:
         output, expected = rg.attention(q, k, v, bias=DoubleDense(dense), engine=engine), attention(dots + 2 * dense, v)
-        (found,) = torch.autograd.grad(output.square().sum(), dense)
-        assert torch.allclose(found, torch.autograd.grad(expected.square().sum(), dense)[0])
+        (grads,) = torch.autograd.grad(output.square().sum(), dense)
+        assert torch.allclose(grads, torch.autograd.grad(expected.square().sum(), dense)[0])
     both = attention(dots + 2 * dense + dense, v)
     assert torch.allclose(rg.attention(q, k, v, bias=DoubleDense(dense) + rg.dense_bias(dense)), both)
 
@@ -137,13 +137,13 @@ def learned_parts(kind: str) -> tuple[rg.Attention, list[nn.Parameter]]:
         net = nn.Sequential(nn.Linear(1, 4), nn.Tanh(), nn.Linear(4, 1, bias=False)).double()
         return rg.Attention(bias=Curve(net)), list(net.parameters())
     if kind == "score with a module":
-        made: Score = Projected(nn.Linear(D, D).double())
+        score: Score = Projected(nn.Linear(D, D).double())
     elif kind == "score of scores":
         scales = [nn.Parameter(torch.tensor([x], dtype=torch.float64)) for x in (0.3, 0.5)]
-        made = Summed(nn.ModuleList(map(Dot, scales)))
+        score = Summed(nn.ModuleList(map(Dot, scales)))
     else:
-        made = WithoutDataclass(0.3) if kind == "no dataclass" else WithDerivedTensor(0.3)
-    return rg.Attention(score=made), list(made.parameters())
+        score = WithoutDataclass(0.3) if kind == "no dataclass" else WithDerivedTensor(0.3)
+    return rg.Attention(score=score), list(score.parameters())
 
 
 def logits_of(kind: str, parameters: list[Tensor], q: Tensor, k: Tensor) -> Tensor:
@@ -165,13 +165,13 @@ KINDS = ("bias with a module", "score with a module", "score of scores", "no dat
 def test_tensors_in_modules_and_attributes_are_trained(kind: str, engine: str | None, trains_query: bool) -> None:
     (attend, parameters), (q, k, v) = learned_parts(kind), inputs()
     q.requires_grad_(trains_query)
-    wanted = [*parameters, q] if trains_query else parameters
+    leaves = [*parameters, q] if trains_query else parameters
     assert {id(p) for p in attend.parameters()} == {id(p) for p in parameters}
     for _ in range(2):
         output, expected = attend(q, k, v, engine=engine), attention(logits_of(kind, parameters, q, k), v)
         assert torch.allclose(output, expected)
-        found = torch.autograd.grad(output.square().sum(), wanted)
-        for grad, want in zip(found, torch.autograd.grad(expected.square().sum(), wanted), strict=True):
+        grads = torch.autograd.grad(output.square().sum(), leaves)
+        for grad, want in zip(grads, torch.autograd.grad(expected.square().sum(), leaves), strict=True):
             assert torch.allclose(grad, want, atol=1e-10)
         with torch.no_grad():
             for p in parameters:
@@ -187,8 +187,8 @@ def test_functional_call_reaches_tensors_in_modules_and_attributes(kind: str, en
     output = functional_call(attend, dict(zip(names, given, strict=True)), (q, k, v), {"engine": engine})
     expected = attention(logits_of(kind, given, q, k), v)
     assert torch.allclose(output, expected)
-    found = torch.autograd.grad(output.square().sum(), given)
-    for grad, want in zip(found, torch.autograd.grad(expected.square().sum(), given), strict=True):
+    grads = torch.autograd.grad(output.square().sum(), given)
+    for grad, want in zip(grads, torch.autograd.grad(expected.square().sum(), given), strict=True):
         assert torch.allclose(grad, want, atol=1e-10)
 
 
@@ -198,11 +198,11 @@ def test_tangents_of_tensors_in_modules_and_attributes(kind: str) -> None:
     names = [name for name, _ in attend.named_parameters()]
     values = tuple(p.detach() for p in parameters)
     directions = tuple(torch.randn_like(p) for p in values)
-    _, found = torch.func.jvp(
+    _, tangents = torch.func.jvp(
         lambda *given: functional_call(attend, dict(zip(names, given, strict=True)), (q, k, v)), values, directions
     )
     _, want = torch.func.jvp(lambda *given: attention(logits_of(kind, list(given), q, k), v), values, directions)
-    assert torch.allclose(found, want, atol=1e-10)
+    assert torch.allclose(tangents, want, atol=1e-10)
 
 
 @dataclass(eq=False)
@@ -223,8 +223,8 @@ def test_the_mode_of_a_module_reaches_its_score(engine: str | None) -> None:
         attend.train(times == 3)
         output, expected = attend(q, k, v, engine=engine), attention(times * factor * (q @ k.mT), v)
         assert torch.allclose(output, expected)
-        (found,) = torch.autograd.grad(output.square().sum(), factor)
-        assert torch.allclose(found, torch.autograd.grad(expected.square().sum(), factor)[0])
+        (grads,) = torch.autograd.grad(output.square().sum(), factor)
+        assert torch.allclose(grads, torch.autograd.grad(expected.square().sum(), factor)[0])
 
 
 class Noise(nn.Module):
@@ -290,22 +290,22 @@ def test_a_method_over_replaced_tensors_is_right_or_refused(engine: str | None, 
     q.requires_grad_()
     assert "steeper" in repr(module)
     slope = torch.tensor(0.7, dtype=torch.float64, requires_grad=learned)
-    wanted = [q, slope] if learned else [q]
+    leaves = [q, slope] if learned else [q]
     output = functional_call(module, {"slope": slope}, (q, k, v, engine))
     expected = attention(q @ k.mT / D**0.5 - slope * DISTANCE.abs(), v)
     assert torch.allclose(output, expected)
     try:
-        found = torch.autograd.grad(output.square().sum(), wanted)
+        grads = torch.autograd.grad(output.square().sum(), leaves)
     except RuntimeError as error:
         assert "different values in the backward pass" in str(error)  # noqa: PT017
         assert engine != "reference"
     else:
-        for grad, want in zip(found, torch.autograd.grad(expected.square().sum(), wanted), strict=True):
+        for grad, want in zip(grads, torch.autograd.grad(expected.square().sum(), leaves), strict=True):
             assert torch.allclose(grad, want)
     output, expected = module(q, k, v, engine), attention(q @ k.mT / D**0.5 - module.slope * DISTANCE.abs(), v)
-    wanted = [q, module.slope] if learned else [q]
-    found = torch.autograd.grad(output.square().sum(), wanted)
-    for grad, want in zip(found, torch.autograd.grad(expected.square().sum(), wanted), strict=True):
+    leaves = [q, module.slope] if learned else [q]
+    grads = torch.autograd.grad(output.square().sum(), leaves)
+    for grad, want in zip(grads, torch.autograd.grad(expected.square().sum(), leaves), strict=True):
         assert torch.allclose(grad, want)
 
 
@@ -364,8 +364,8 @@ def test_positions_that_are_written_to_are_seen() -> None:
     q.requires_grad_()
     output = attend(q, k, v, engine="tiled")
     attend.offset.fill_(0)  # type: ignore[union-attr]
-    (found,) = torch.autograd.grad(output.square().sum(), q)
-    assert torch.allclose(found, torch.autograd.grad(expected(3).square().sum(), q)[0])
+    (grads,) = torch.autograd.grad(output.square().sum(), q)
+    assert torch.allclose(grads, torch.autograd.grad(expected(3).square().sum(), q)[0])
 
 
 class Exponential(nn.Module):
@@ -384,10 +384,10 @@ def test_a_parametrized_description_is_copied_after_a_call() -> None:
 def test_a_slice_of_a_call_needs_narrow() -> None:
     layer = rg.nn.MultiHeadAttention(H * D, H, attend=rg.Attention(score=Opposite(), mask=rg.window(2, 0))).eval()
     x = torch.randn(1, N, H * D)
-    expected, cache, found = layer(x), layer.cache(), []
+    expected, cache, results = layer(x), layer.cache(), []
     for token in x.split(1, 1):
-        found.append(layer(token, cache=cache))
-    assert torch.allclose(torch.cat(found, 1), expected, atol=1e-5)
+        results.append(layer(token, cache=cache))
+    assert torch.allclose(torch.cat(results, 1), expected, atol=1e-5)
 
     @dataclass(eq=False)
     class Positional(Score):
@@ -406,12 +406,12 @@ def test_a_part_of_a_subclass_is_of_the_subclass() -> None:
     """Every built-in part, subclassed without changes, keeps its class and mode in a slice of a call."""
     part = CallSlice(slice(1, 2), slice(0, 1), slice(1, N))
     tables = torch.randn(5, H), torch.randn(8, H), torch.randn(H, 5, D), torch.randn(1, H, N, N)
-    made = [rg.Dot(torch.ones(H)), rg.Cosine(), rg.Additive(torch.ones(H, D)), rg.Bilinear(torch.ones(H, D, D))]
-    made += [rg.Modified(abs), rg.alibi(H), rg.relative(tables[0]), rg.t5(tables[1])]  # type: ignore[arg-type, list-item]
-    made += [rg.shaw(tables[2]), rg.dense_bias(tables[3]), rg.alibi(H) + rg.alibi(H)]  # type: ignore[list-item]
-    for one in made:
+    parts = [rg.Dot(torch.ones(H)), rg.Cosine(), rg.Additive(torch.ones(H, D)), rg.Bilinear(torch.ones(H, D, D))]
+    parts += [rg.Modified(abs), rg.alibi(H), rg.relative(tables[0]), rg.t5(tables[1])]  # type: ignore[arg-type, list-item]
+    parts += [rg.shaw(tables[2]), rg.dense_bias(tables[3]), rg.alibi(H) + rg.alibi(H)]  # type: ignore[list-item]
+    for one in parts:
         kind = type("Subclass", (type(one),), {})
         subclassed = kind(**{each.name: getattr(one, each.name) for each in fields(one)}).eval()
-        found = subclassed.narrow(part)
-        assert type(found) is kind
-        assert not found.training
+        narrowed = subclassed.narrow(part)
+        assert type(narrowed) is kind
+        assert not narrowed.training

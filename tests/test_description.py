@@ -118,13 +118,13 @@ kinds = pytest.mark.parametrize("kind", DESCRIPTIONS)
 @kinds
 def test_parameters_are_registered_and_trained(kind: str, holder: str) -> None:
     module, x = build(kind, holder), torch.randn(2, N, H * D)
-    found = learned(module)
-    assert len(found) == LEARNED.get(kind, 1)
-    assert set(found) <= set(module.state_dict())
-    optimizer = torch.optim.SGD(found.values(), lr=0.5)
+    tensors = learned(module)
+    assert len(tensors) == LEARNED.get(kind, 1)
+    assert set(tensors) <= set(module.state_dict())
+    optimizer = torch.optim.SGD(tensors.values(), lr=0.5)
     before = module(x)
     before.square().sum().backward()
-    assert all(p.grad is not None and bool(p.grad.any()) for p in found.values())
+    assert all(p.grad is not None and bool(p.grad.any()) for p in tensors.values())
     optimizer.step()
     assert not torch.allclose(module(x), before, atol=1e-4)
 
@@ -180,8 +180,8 @@ def test_functional_call_uses_and_differentiates_what_it_is_given(kind: str, hol
             p.copy_(given[name])
     expected = module(x)
     assert torch.allclose(output, expected, atol=1e-12)
-    wanted = torch.autograd.grad(expected.square().sum(), list(learned(module).values()))
-    for grad, want in zip(grads, wanted, strict=True):
+    grads_expected = torch.autograd.grad(expected.square().sum(), list(learned(module).values()))
+    for grad, want in zip(grads, grads_expected, strict=True):
         assert torch.allclose(grad, want, atol=1e-10)
 
 
@@ -305,13 +305,13 @@ def test_second_derivatives_reach_the_tensors_of_every_engine() -> None:
     q, k, v = torch.randn(3, 1, 2, 9, D, dtype=torch.float64)
     q.requires_grad_()
     table = torch.randn(5, 2, dtype=torch.float64, requires_grad=True)
-    found = []
+    results = []
     for engine in ("reference", "native", "tiled"):
         output = rg.attention(q, k, v, bias=rg.relative(table), engine=engine)
         first = torch.autograd.grad(output.square().sum(), (q, table), create_graph=True)
-        found.append(torch.autograd.grad(sum(g.square().sum() for g in first), (q, table)))
-    for other in found[1:]:
-        for grad, want in zip(other, found[0], strict=True):
+        results.append(torch.autograd.grad(sum(g.square().sum() for g in first), (q, table)))
+    for other in results[1:]:
+        for grad, want in zip(other, results[0], strict=True):
             assert torch.allclose(grad, want, atol=1e-9)
 
 

@@ -43,12 +43,12 @@ class Fence:
 
 
 def fences(text: str) -> Iterator[Fence]:
-    for found in FENCE.finditer(text):
-        before = NOTE.search(text[: found.start()])
+    for fence in FENCE.finditer(text):
+        before = NOTE.search(text[: fence.start()])
         if before and before["word"] == "not run":
             assert before["why"], "a block that is not run must say why: <!-- not run: why -->"
-        line = text.count("\n", 0, found.start("text")) + 1
-        yield Fence(found["language"], found["text"], line, before["word"] if before else "")
+        line = text.count("\n", 0, fence.start("text")) + 1
+        yield Fence(fence["language"], fence["text"], line, before["word"] if before else "")
 
 
 def name_of(page: Path) -> str:
@@ -116,8 +116,8 @@ def test_figures_are_those_of_the_results(page: Path) -> None:
 def test_every_public_name_is_in_the_reference(module: str) -> None:
     pages = "\n".join(page.read_text("utf-8") for page in (ROOT / "docs" / "api").glob("*.md"))
     documented = set(re.findall(r"^::: [\w.]*\.(\w+)$", pages, re.M)) | {"models", "nn", "pictures"}
-    found = import_module(module)
-    names = {name for name in found.__all__ if getattr(getattr(found, name), "__doc__", None) and not name.isupper()}
+    value = import_module(module)
+    names = {name for name in value.__all__ if getattr(getattr(value, name), "__doc__", None) and not name.isupper()}
     missing = sorted(names - documented)
     assert not missing, f"{module}: add `::: {module}.{missing[0]}` to a page of docs/api, and so {', '.join(missing)}"
 
@@ -141,8 +141,8 @@ def test_docstrings_become_markdown() -> None:
     assert spec.loader
     module = module_from_spec(spec)
     spec.loader.exec_module(module)
-    made = module.plain("What it is.\n\nwidth: of a head,\n    or of all.\n\n>>> 1 + 1\n2\n\nAnd more: this.")
-    assert made == (
+    text = module.plain("What it is.\n\nwidth: of a head,\n    or of all.\n\n>>> 1 + 1\n2\n\nAnd more: this.")
+    assert text == (
         "What it is.\n\n- `width`: of a head,\n    or of all.\n\n```pycon\n>>> 1 + 1\n2\n```\n\nAnd more: this."
     )
 
@@ -168,11 +168,11 @@ def commands(text: str) -> Iterator[list[str]]:
     """Return the arguments of every `regard` command of a text: lines of blocks, and code in sentences."""
     joined = re.sub(r"\\\n *", " ", text)
     for line in joined.splitlines():
-        found = re.match(
+        match = re.match(
             r"^ *(?:\$ )?(?:[\w. /-]*\bpython -m |(?:torchrun|accelerate launch)\b.* -m )?regard ([a-z].*)", line
         )
-        if found and (line.startswith((" ", "$")) or _in_fence(joined, line)):
-            yield from _commands_of(found[1])
+        if match and (line.startswith((" ", "$")) or _in_fence(joined, line)):
+            yield from _commands_of(match[1])
     for code in re.findall(r"(?<!`)`regard ([a-z][^`]+)`(?!`)", text):
         yield from _commands_of(" ".join(code.split()))
 

@@ -43,9 +43,9 @@ SPECIAL = {
 @pytest.mark.parametrize("dtype", [np.float32, np.float64])
 @pytest.mark.parametrize("name", SPECIAL)
 def test_special_numbers(libraries: list[Library], name: str, dtype: type) -> None:
-    given, wanted = (np.array(x, dtype) for x in zip(*SPECIAL[name], strict=True))
+    given, expected = (np.array(x, dtype) for x in zip(*SPECIAL[name], strict=True))
     for library in libraries:
-        np.testing.assert_array_equal(library(name, given), wanted, err_msg=library.isa)
+        np.testing.assert_array_equal(library(name, given), expected, err_msg=library.isa)
 
 
 def test_tanh_is_one_only_where_no_other_number_is_nearer(libraries: list[Library]) -> None:
@@ -62,12 +62,12 @@ HALVES = {"bfloat16": torch.bfloat16, "float16": torch.float16}
 @pytest.mark.parametrize("name", HALVES)
 def test_all_halves_become_the_same_floats(libraries: list[Library], name: str) -> None:
     halves = np.arange(1 << 16, dtype=np.uint16)
-    wanted = torch.from_numpy(halves.view(np.int16)).view(HALVES[name]).float().numpy()
+    expected = torch.from_numpy(halves.view(np.int16)).view(HALVES[name]).float().numpy()
     for library in libraries:
-        found = library(f"widen_{name}", halves, np.float32)
-        np.testing.assert_array_equal(found, wanted, err_msg=library.isa)
-        finite = np.isfinite(wanted) & (wanted == 0)
-        assert (np.signbit(found[finite]) == np.signbit(wanted[finite])).all()
+        actual = library(f"widen_{name}", halves, np.float32)
+        np.testing.assert_array_equal(actual, expected, err_msg=library.isa)
+        finite = np.isfinite(expected) & (expected == 0)
+        assert (np.signbit(actual[finite]) == np.signbit(expected[finite])).all()
 
 
 @pytest.mark.parametrize("name", HALVES)
@@ -78,13 +78,13 @@ def test_all_halves_and_what_lies_between_are_rounded_to_even(libraries: list[Li
         middle = ((ordered[1:].astype(np.float64) + ordered[:-1]) / 2).astype(np.float32)
         adjacent = [np.nextafter(x, np.float32(to)) for x in (middle, ordered) for to in (-INF, INF)]
     given = np.concatenate([halves, middle, *adjacent, sample(np.float32, 1 << 18)])
-    wanted = torch.from_numpy(given).to(HALVES[name])
-    bits = wanted.view(torch.int16).numpy().view(np.uint16)
+    expected = torch.from_numpy(given).to(HALVES[name])
+    bits = expected.view(torch.int16).numpy().view(np.uint16)
     for library in libraries:
-        found = library(f"narrow_{name}", given, np.uint16)
+        actual = library(f"narrow_{name}", given, np.uint16)
         nan = np.isnan(given)
-        np.testing.assert_array_equal(found[~nan], bits[~nan], err_msg=library.isa)
-        back = torch.from_numpy(found[nan].view(np.int16)).view(HALVES[name])
+        np.testing.assert_array_equal(actual[~nan], bits[~nan], err_msg=library.isa)
+        back = torch.from_numpy(actual[nan].view(np.int16)).view(HALVES[name])
         assert bool(back.isnan().all()), library.isa
 
 

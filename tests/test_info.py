@@ -20,20 +20,20 @@ def run_info(**environment: str) -> dict[str, str]:
 
 
 def test_it_reports_versions_engines_and_instruction_set() -> None:
-    found = run_info()
-    assert found["torch"] == torch.__version__
-    assert found["engines"].startswith("native, ")
-    assert native.why_missing() or found["instruction set"] in found["compiled for"].split()
+    info = run_info()
+    assert info["torch"] == torch.__version__
+    assert info["engines"].startswith("native, ")
+    assert native.why_missing() or info["instruction set"] in info["compiled for"].split()
 
 
 def test_it_reports_why_the_kernels_are_missing() -> None:
-    found = run_info(REGARD_LIBRARY="/nowhere/_native.so")
-    assert "does not load" in found["native"]
-    assert "instruction set" not in found
+    info = run_info(REGARD_LIBRARY="/nowhere/_native.so")
+    assert "does not load" in info["native"]
+    assert "instruction set" not in info
 
 
 def test_it_reports_how_bfloat16_numbers_are_multiplied() -> None:
     for isa in native.build_info().get("compiled for", "").split():
-        found = run_info(REGARD_ISA=isa)  # one that the CPU lacks is not taken
-        own = found["instruction set"] == "avx512bf16"
-        assert found["bfloat16"] == ("multiplied by the CPU's own instructions" if own else "multiplied as float32")
+        info = run_info(REGARD_ISA=isa)  # one that the CPU lacks is not taken
+        own = info["instruction set"] == "avx512bf16"
+        assert info["bfloat16"] == ("multiplied by the CPU's own instructions" if own else "multiplied as float32")

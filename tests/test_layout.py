@@ -67,17 +67,17 @@ def package_of(path: Path) -> str:
 
 def imports(tree: ast.AST, package: str) -> set[str]:
     """Return the full names of all imports of a module, also inside functions."""
-    found = set()
+    imported = set()
     for node in ast.walk(tree):
         if isinstance(node, ast.Import):
-            found |= {alias.name for alias in node.names}
+            imported |= {alias.name for alias in node.names}
         elif isinstance(node, ast.ImportFrom):
             base = node.module or ""
             if node.level:
                 parents = package.split(".")[: len(package.split(".")) - node.level + 1]
                 base = ".".join([*parents, base] if base else parents)
-            found |= {f"{base}.{alias.name}" for alias in node.names}
-    return found
+            imported |= {f"{base}.{alias.name}" for alias in node.names}
+    return imported
 
 
 def imported_by(path: Path) -> set[str]:
@@ -87,13 +87,13 @@ def imported_by(path: Path) -> set[str]:
 
 def packages_imported(names: set[str]) -> set[str]:
     """Return the packages of regard among imported names; regard itself is `__init__`."""
-    found = set()
+    stored = set()
     for name in names:
         first, *rest = name.split(".")
         if first == "regard":
             inside = rest and ((SOURCE / rest[0]).is_dir() or (SOURCE / f"{rest[0]}.py").exists())
-            found.add(rest[0] if inside else "__init__")
-    return found
+            stored.add(rest[0] if inside else "__init__")
+    return stored
 
 
 def broken_rules(package: str, others: set[str]) -> list[str]:
@@ -179,12 +179,12 @@ def test_a_permitted_import_passes(package: str, line: str, tmp_path: Path, monk
 def names_the_library(tree: ast.AST) -> list[str]:
     """Return the lines in which a module loads compiled code, or names it."""
     words = {"ctypes", "CDLL", "LoadLibrary", "cffi", "load_library", "cpp_extension"}
-    found = []
+    results = []
     for node in ast.walk(tree):
         name = {ast.Attribute: "attr", ast.Name: "id"}.get(type(node))
         if name and getattr(node, name) in words:
-            found.append(getattr(node, name))
-    return found + [name for name in imports(tree, "regard") if words & set(name.split("."))]
+            results.append(getattr(node, name))
+    return results + [name for name in imports(tree, "regard") if words & set(name.split("."))]
 
 
 @pytest.mark.parametrize("path", modules(), ids=lambda path: str(path.relative_to(SOURCE)))

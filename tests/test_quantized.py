@@ -80,13 +80,13 @@ def test_a_token_that_is_not_finite_reaches_only_queries_that_see_it(
         query, *clean = tensors(Q, 50, 16, 2, torch.float32, 1)
         spoiled = [t.clone() for t in clean]
         spoiled[place][:, :, 30, 3] = planted
-        expected, found = (
+        expected, actual = (
             rg.attention(query, *quantize(*t, dtype), mask=rg.causal(), offset=0 if Q == 40 else 10)
             for t in (clean, spoiled)
         )
         last = 30 if Q == 40 else Q
-        torch.testing.assert_close(found[:, :, :last], expected[:, :, :last], rtol=0, atol=0)
-        assert not found[:, :, last:].isfinite().all(-1).any()
+        torch.testing.assert_close(actual[:, :, :last], expected[:, :, :last], rtol=0, atol=0)
+        assert not actual[:, :, last:].isfinite().all(-1).any()
 
 
 def test_int8_tokens_that_are_not_finite_are_nan_and_tokens_of_zeros_are_zero() -> None:
@@ -137,10 +137,10 @@ def test_a_cache_stores_tokens_as_they_would_be_quantized_at_once(dtype: torch.d
     for count in (5, 1, 1, 20, 1, 9):
         keys, values = cache.append(*(x[:, :, start : start + count] for x in (key, value)))
         start += count
-        for got, whole in ((keys, key), (values, value)):
-            assert isinstance(got, rg.QuantizedTensor)
-            wanted = rg.QuantizedTensor.quantize(whole[:, :, start - got.shape[2] : start], dtype)
-            torch.testing.assert_close(got.dequantize(), wanted.dequantize(), rtol=0, atol=0)
+        for actual, whole in ((keys, key), (values, value)):
+            assert isinstance(actual, rg.QuantizedTensor)
+            expected = rg.QuantizedTensor.quantize(whole[:, :, start - actual.shape[2] : start], dtype)
+            torch.testing.assert_close(actual.dequantize(), expected.dequantize(), rtol=0, atol=0)
     rows = torch.tensor([1, 1])
     cache.reorder(rows, 0)
     keys, _ = cache.append(key[:, :, :1], value[:, :, :1])

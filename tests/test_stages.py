@@ -98,20 +98,20 @@ def run(tmp_path_factory: pytest.TempPathFactory) -> Run:
 @pytest.fixture
 def labels(monkeypatch: pytest.MonkeyPatch) -> list[str]:
     """Return the stages of a command, and those with counted items."""
-    found: list[str] = []
+    results: list[str] = []
     real_start, real_count = Stages.start, Stages.count
 
     def start(self: Stages, label: str) -> None:
-        found.append(label)
+        results.append(label)
         real_start(self, label)
 
     def count(self: Stages, done: int, total: int | None) -> None:
-        found.append(f"{self._stages[-1].label}: counted")
+        results.append(f"{self._stages[-1].label}: counted")
         real_count(self, done, total)
 
     monkeypatch.setattr(Stages, "start", start)
     monkeypatch.setattr(Stages, "count", count)
-    return found
+    return results
 
 
 def test_every_long_part_of_a_command_is_a_stage(regard: Command, run: Run, labels: list[str], tmp_path: Path) -> None:

@@ -13,15 +13,15 @@ PAGE = ROOT / "docs/inside/index.md"
 
 def references(text: str) -> list[tuple[str, str]]:
     """Return the (file, name) pairs of the second column: `file`: `name`, `name`, `file`: `name`."""
-    found = []
+    results = []
     for row in re.findall(r"^\|[^|]*\| (`[^|]*/?[^|]*`) \|$", text, re.MULTILINE):
         path = ""
         for word in re.findall(r"`([^`]+)`", row):
             if re.search(r"\.(py|cpp|h)$", word):
                 path = word
             else:
-                found.append((path, word))
-    return found
+                results.append((path, word))
+    return results
 
 
 @pytest.mark.parametrize(("path", "name"), references(PAGE.read_text("utf-8")), ids="-".join)

@@ -70,8 +70,8 @@ def build() -> Path | None:
     for command in (configure, [cmake, "--build", str(FOLDER), "--target", "regard_functions"]):
         if subprocess.run(command, capture_output=True, check=False).returncode:
             return None
-    found = sorted(FOLDER.glob("_functions.*"))
-    return found[0] if found else None
+    libraries = sorted(FOLDER.glob("_functions.*"))
+    return libraries[0] if libraries else None
 
 
 class Library:
@@ -91,13 +91,13 @@ class Library:
 
 def instruction_sets(path: Path) -> list[str]:
     """Those that the library has and this machine runs."""
-    library, found = ctypes.CDLL(str(path)), []
+    library, supported = ctypes.CDLL(str(path)), []
     flags = Path("/proc/cpuinfo").read_text() if Path("/proc/cpuinfo").exists() else ""
     needed = {"avx512": ("avx512f", "avx512bw", "avx512dq", "avx512vl"), "avx2": ("avx2", "fma", "f16c")}
     for isa in ("avx512", "avx2", "baseline", "neon"):
         if hasattr(library, f"exp2_f32_{isa}") and all(flag in flags for flag in needed.get(isa, ())):
-            found.append(isa)
-    return found
+            supported.append(isa)
+    return supported
 
 
 def errors(libraries: list[Library], function: Function, x: np.ndarray) -> list[tuple[float, float]]:
@@ -146,26 +146,26 @@ def main() -> int:
     parser = argparse.ArgumentParser(prog="python -m tools.functions", description=__doc__)
     parser.add_argument("--isa", action="append", help="only this instruction set")
     parser.add_argument("--every", type=int, default=1, help="only every so many blocks of 2^22 numbers")
-    asked = parser.parse_args()
+    options = parser.parse_args()
     path = build()
     if path is None:
         print("the functions cannot be built: CMake and a C++ compiler are needed")
         return 1
-    isas = asked.isa or instruction_sets(path)
+    isas = options.isa or instruction_sets(path)
     lines = [f"| function | {' | '.join(isas)} | allowed | float64, sampled | allowed |"]
     lines.append(f"| --- |{' ---: |' * (len(isas) + 3)}")
     good, libraries = True, [Library(path, isa) for isa in isas]
     for function in FUNCTIONS:
         worst = [(0.0, 0.0)] * len(isas)
         for n, x in enumerate(all_floats(function)):
-            if n % asked.every == 0:
+            if n % options.every == 0:
                 worst = list(map(max, worst, errors(libraries, function, x)))
         double = max(errors(libraries, function, sample(np.float64, 1 << 20)))
         good &= max(worst)[0] <= function.ulp[0] and double[0] <= function.ulp[1]
         shown = " | ".join(f"{ulp:.2f}" for ulp, _ in worst)
         lines.append(f"| `{function.name}` | {shown} | {function.ulp[0]:g} | {double[0]:.2f} | {function.ulp[1]:g} |")
         print(lines[-1], *(f"{isa} at {x:.9g}" for isa, (_, x) in zip(isas, worst, strict=True)), flush=True)
-    if asked.every == 1:
+    if options.every == 1:
         new = "\n".join(["<!-- functions -->", "", *lines, "", "<!-- end of functions -->"])
         text = PAGE.read_text()
         PAGE.write_text(re.sub(r"<!-- functions -->.*?<!-- end of functions -->", lambda _: new, text, flags=re.DOTALL))

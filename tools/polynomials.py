@@ -67,9 +67,9 @@ def read_coefficients(kind: str) -> list[float]:
 def main() -> int:
     good = True
     for kind, degree, rounding in (("F", 5, 2.0**-25), ("D", 11, 2.0**-54)):
-        found, largest = remez(degree)
+        coefficients, largest = remez(degree)
         print(f"2^f by a polynomial of degree {degree}: relative error {mp.nstr(largest, 3)}")
-        for new, old in zip(found[::-1], read_coefficients(kind), strict=True):
+        for new, old in zip(coefficients[::-1], read_coefficients(kind), strict=True):
             print(f"  {mp.nstr(new, 20):26} simd.h {old!r}")
         old_error = max(
             abs(error([mpf(x) for x in read_coefficients(kind)[::-1]], mpf(n) / 1000)) for n in range(-500, 501)

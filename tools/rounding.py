@@ -71,12 +71,12 @@ def computed_results(call: Call, engine: str | None, dtype: torch.dtype) -> dict
         exact = dense(query, key, value, call.description, read, seed)
         output, lse, learned = exact.output, exact.lse, [read.leaf(t) for t in call.learned]
     generator = torch.Generator().manual_seed(1)
-    seen = ~lse.isneginf()
+    visible = ~lse.isneginf()
     given = [torch.randn(y.shape, generator=generator).to(dtype) for y in (output, lse)]
-    given[1] = given[1].masked_fill(~seen, 0.0)
+    given[1] = given[1].masked_fill(~visible, 0.0)
     gradients = torch.autograd.grad([output, lse], [*inputs, *learned], given)
     joined = torch.cat([g.flatten() for g in gradients[3:]]) if learned else None
-    return dict(zip(NAMES, (output, lse[seen], *gradients[:3], joined), strict=True))
+    return dict(zip(NAMES, (output, lse[visible], *gradients[:3], joined), strict=True))
 
 
 def mean_errors(engine: str, kind: str, count: int) -> dict[str, tuple[float, float]]:
@@ -85,12 +85,12 @@ def mean_errors(engine: str, kind: str, count: int) -> dict[str, tuple[float, fl
     for seed in range(count):
         call = random_call(kind, seed)
         exact = computed_results(call, None, torch.float64)
-        found = [computed_results(call, name, torch.float32) for name in (engine, None)]
+        computed = [computed_results(call, name, torch.float32) for name in (engine, None)]
         for name, best in exact.items():
-            for n, each in enumerate(found):
-                if best is not None and (mine := each[name]) is not None:
+            for n, each in enumerate(computed):
+                if best is not None and (value := each[name]) is not None:
                     total = sums.setdefault(name, [0.0, 0.0])
-                    total[n] += float((mine.detach().double() - best.detach()).square().sum())
+                    total[n] += float((value.detach().double() - best.detach()).square().sum())
     return {name: (ours**0.5, torchs**0.5) for name, (ours, torchs) in sums.items()}
 
 
@@ -102,8 +102,8 @@ def table(count: int) -> list[str]:
             problem = rg.Attention(**call.description).problem(*(t.float() for t in call.tensors()), return_lse=True)
             if ENGINES[engine].why_not(problem):
                 continue
-            found = mean_errors(engine, kind, count)
-            shares = [f"{found[name][0] / found[name][1]:.2f}" if name in found else "" for name in NAMES]
+            errors = mean_errors(engine, kind, count)
+            shares = [f"{errors[name][0] / errors[name][1]:.2f}" if name in errors else "" for name in NAMES]
             lines.append(f"| {engine}, {kind} | {' | '.join(shares)} |")
             print(lines[-1], flush=True)
     return lines
@@ -113,11 +113,11 @@ def main() -> int:
     parser = argparse.ArgumentParser(prog="python -m tools.rounding", description=__doc__)
     parser.add_argument("--calls", type=int, default=100, help="of every kind")
     parser.add_argument("--page", type=Path, default=PAGE)
-    asked = parser.parse_args()
-    lines = table(asked.calls)
-    text = asked.page.read_text()
-    new = "\n".join([f"<!-- errors: {asked.calls} calls of every kind -->", "", *lines, "", "<!-- end -->"])
-    asked.page.write_text(re.sub(r"<!-- errors.*?<!-- end -->", lambda _: new, text, flags=re.DOTALL))
+    options = parser.parse_args()
+    lines = table(options.calls)
+    text = options.page.read_text()
+    new = "\n".join([f"<!-- errors: {options.calls} calls of every kind -->", "", *lines, "", "<!-- end -->"])
+    options.page.write_text(re.sub(r"<!-- errors.*?<!-- end -->", lambda _: new, text, flags=re.DOTALL))
     worst = max(float(share) for line in lines[2:] for share in line.split("|")[2:-1] if share.strip())
     print(f"the largest ratio is {worst:.2f}, of at most 2")
     return worst > 2

@@ -68,15 +68,15 @@ def main() -> int:
     parser.add_argument("--message", type=Path, help="file of a commit message to check")
     options = parser.parse_args()
     if options.message is not None:
-        found = list(message_problems(options.message.read_text(encoding="utf-8")))
+        lines = list(message_problems(options.message.read_text(encoding="utf-8")))
     else:
         listed = subprocess.run(["git", "ls-files"], capture_output=True, text=True, check=True).stdout.splitlines()
         paths = [
             path for path in listed if Path(path).suffix in SUFFIXES and path not in EXEMPT and Path(path).exists()
         ]
-        found = [line for path in paths for line in problems(path, Path(path).read_text(encoding="utf-8"))]
-    print("\n".join(found) or "style: nothing found")
-    return 1 if found else 0
+        lines = [line for path in paths for line in problems(path, Path(path).read_text(encoding="utf-8"))]
+    print("\n".join(lines) or "style: nothing found")
+    return 1 if lines else 0
 
 
 if __name__ == "__main__":

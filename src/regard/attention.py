@@ -194,9 +194,9 @@ class Attention(Description):
         if not watched and type(key) is type(value) and is_one_batch(query, key, value):
             like = query.new_empty(())
             problem, chosen = self._plan(query, like.expand(key.shape), like.expand(value.shape), engine, return_lse)
-            found = native.run_quantized(problem, query, (key, value)) if chosen is native.ENGINE else None
-            if found is not None:
-                return found if return_lse else found[0]
+            result = native.run_quantized(problem, query, (key, value)) if chosen is native.ENGINE else None
+            if result is not None:
+                return result if return_lse else result[0]
         key, value = dequantize(key, query.dtype), dequantize(value, query.dtype)
         return self.forward(query, key, value, engine=engine, return_lse=return_lse)
 

@@ -86,15 +86,15 @@ class Cache:
     ) -> None:
         """Keep a value while its owner lives and the limit allows; `drop(value)` is called when it is dropped."""
         reference = None if owner is None else weakref.ref(owner, lambda dead: self._orphaned(key, dead))
-        gone = []
+        evicted = []
         with self._lock:
-            gone += [entry for entry in self._pop(key) if entry.value is not value]
-            gone += self._collect()
+            evicted += [entry for entry in self._pop(key) if entry.value is not value]
+            evicted += self._collect()
             self._entries[key] = _Entry(value, nbytes + OVERHEAD, drop, reference)
             self.epoch += 1
             self._nbytes += nbytes + OVERHEAD
-            gone += self._shrink()
-        _drop(gone)
+            evicted += self._shrink()
+        _drop(evicted)
 
     def touch(self, key: Hashable) -> None:
         """Mark an entry as used, for a value held elsewhere."""
@@ -105,18 +105,18 @@ class Cache:
 
     def clear(self) -> None:
         with self._lock:
-            gone = list(self._entries.values())
+            evicted = list(self._entries.values())
             self.epoch += 1
             self._entries.clear()
             self._orphans.clear()
             self._nbytes = self._hits = self._misses = 0
-        _drop(gone)
+        _drop(evicted)
 
     def set_limit(self, limit: int) -> None:
         with self._lock:
             self._limit = limit
-            gone = self._shrink()
-        _drop(gone)
+            evicted = self._shrink()
+        _drop(evicted)
 
     def info(self) -> CacheInfo:
         with self._lock:
@@ -130,18 +130,18 @@ class Cache:
         self._orphans.append((key, dead))
         if self._lock.acquire(blocking=False):
             try:
-                gone = self._collect()
+                evicted = self._collect()
             finally:
                 self._lock.release()
-            _drop(gone)
+            _drop(evicted)
 
     def _collect(self) -> list[_Entry]:
-        gone = []
+        evicted = []
         while self._orphans:
             key, dead = self._orphans.popleft()
             if (entry := self._entries.get(key)) is not None and entry.owner is dead:
-                gone += self._pop(key)
-        return gone
+                evicted += self._pop(key)
+        return evicted
 
     def _pop(self, key: Hashable) -> list[_Entry]:
         entry = self._entries.pop(key, None)
@@ -152,10 +152,10 @@ class Cache:
         return [entry]
 
     def _shrink(self) -> list[_Entry]:
-        gone = []
+        evicted = []
         while self._nbytes > self._limit and self._entries:
-            gone += self._pop(next(iter(self._entries)))
-        return gone
+            evicted += self._pop(next(iter(self._entries)))
+        return evicted
 
 
 def _drop(entries: list[_Entry]) -> None:

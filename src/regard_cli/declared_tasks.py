@@ -98,11 +98,11 @@ def _declaration(node: ast.stmt) -> list[ast.stmt]:
 
 def _imported_constants(root: Path, module: ast.Module, used: set[str]) -> list[ast.stmt]:
     """The assignments of constants among the names `used` that the module imports from other modules of regard."""
-    found: list[ast.stmt] = []
+    constants: list[ast.stmt] = []
     for node in module.body:
         if isinstance(node, ast.ImportFrom) and used & {alias.name for alias in node.names}:
             path = root.joinpath(*(node.module or "").split(".")[1:]).with_suffix(".py")
             if path.is_file():
-                found += (each for each in ast.parse(path.read_text("utf-8")).body if isinstance(each, ast.Assign)
+                constants += (each for each in ast.parse(path.read_text("utf-8")).body if isinstance(each, ast.Assign)
                           and isinstance(each.value, ast.Constant))  # fmt: skip
-    return found
+    return constants

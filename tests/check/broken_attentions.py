@@ -382,15 +382,15 @@ class Backward(torch.autograd.Function):
     def backward(ctx: Any, grad: Tensor) -> Any:
         q, k, v = (x.detach().requires_grad_() for x in ctx.saved_tensors)
         with torch.enable_grad():
-            found = torch.autograd.grad(attention(q, k, v), (q, k, v), grad.detach())
+            grads = torch.autograd.grad(attention(q, k, v), (q, k, v), grad.detach())
         if ctx.how == "scale":
             factor = q.shape[-1] ** 0.5
-            return found[0] * factor, found[1] * factor, found[2], None
+            return grads[0] * factor, grads[1] * factor, grads[2], None
         if ctx.how == "noise":
-            return found[0] * next(ORDERS), *found[1:], None
+            return grads[0] * next(ORDERS), *grads[1:], None
         if ctx.how == "grouped":
-            return found[0], found[1] / (q.shape[1] // k.shape[1]), found[2], None
-        return *found, None
+            return grads[0], grads[1] / (q.shape[1] // k.shape[1]), grads[2], None
+        return *grads, None
 
 
 @bug("gradient")

@@ -26,13 +26,13 @@ def test_the_clean_copy_passes_everything() -> None:
 
 @pytest.mark.parametrize("name", BUGS)
 def test_a_planted_bug_is_identified_and_reproduced(name: str) -> None:
-    found = first_failure(name)
-    assert found is not None, f"{BUGS[name].about} is not caught"
-    assert found.property == BUGS[name].property, found.reason
-    kind = RuntimeError if found.reason.startswith("raises RuntimeError") else Exception
+    failure = first_failure(name)
+    assert failure is not None, f"{BUGS[name].about} is not caught"
+    assert failure.property == BUGS[name].property, failure.reason
+    kind = RuntimeError if failure.reason.startswith("raises RuntimeError") else Exception
     with pytest.raises(kind) as raised:
-        exec(compile(found.code, name, "exec"), {"__name__": "reproduction"})
-    assert type(raised.value) is AssertionError or type(raised.value).__name__ in found.reason
+        exec(compile(failure.code, name, "exec"), {"__name__": "reproduction"})
+    assert type(raised.value) is AssertionError or type(raised.value).__name__ in failure.reason
 
 
 def test_every_property_catches_a_bug() -> None:
@@ -40,13 +40,13 @@ def test_every_property_catches_a_bug() -> None:
 
 
 def test_a_reproduction_runs_as_a_program(tmp_path: Path) -> None:
-    found = first_failure("causal_off_by_one")
-    assert found is not None
+    failure = first_failure("causal_off_by_one")
+    assert failure is not None
     program = tmp_path / "reproduction.py"
-    program.write_text(found.code)
+    program.write_text(failure.code)
     done = subprocess.run(
         [sys.executable, str(program)], capture_output=True, text=True, cwd=ROOT, timeout=120,
         env={"PYTHONPATH": f"{ROOT / 'src'}:{ROOT}", "PATH": ""},
     )  # fmt: skip
     assert done.returncode == 1
-    assert f"AssertionError: {found.reason}" in done.stderr
+    assert f"AssertionError: {failure.reason}" in done.stderr

@@ -172,10 +172,10 @@ def test_the_command_prints_the_reason_and_a_program_of_a_failure(regard: Comman
     assert result.code == 1
     assert "nan in a masked key gives nan" in result.out
     assert "def nan_leaks(attend" in result.out
-    found = json.loads(regard("check", "--target", name, "--only", "nan-leaks", "--json").out)
-    assert (found["passed"], found["outcomes"][0]["status"]) == (False, "failed")
+    report = json.loads(regard("check", "--target", name, "--only", "nan-leaks", "--json").out)
+    assert (report["passed"], report["outcomes"][0]["status"]) == (False, "failed")
     with pytest.raises(AssertionError, match="nan in a masked key gives nan"):
-        exec(compile(found["outcomes"][0]["code"], "reproduction", "exec"), {"__name__": "reproduction"})
+        exec(compile(report["outcomes"][0]["code"], "reproduction", "exec"), {"__name__": "reproduction"})
 
 
 def test_the_command_lists_the_properties(regard: Command) -> None:

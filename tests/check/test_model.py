@@ -131,9 +131,11 @@ def test_low_precision_is_not_a_failure() -> None:
 
 def test_what_a_model_does_not_promise_is_no_failure() -> None:
     bert = hf.BertForSequenceClassification._from_config(MODELS["bert"][1])
-    found = {each.scenario: each for each in check_model(bert, implementation=["eager"]) if each.layer == "whole model"}
-    assert found["left padding"].verdict == "not promised", "the first token, which is padding, gives the class"
-    assert found["right padding"].verdict == "passed"
+    findings = {
+        each.scenario: each for each in check_model(bert, implementation=["eager"]) if each.layer == "whole model"
+    }
+    assert findings["left padding"].verdict == "not promised", "the first token, which is padding, gives the class"
+    assert findings["right padding"].verdict == "passed"
     documents = [
         each for each in check_model(build("gpt_oss"), implementation=["eager"]) if each.scenario == "documents"
     ]
@@ -166,14 +168,14 @@ def test_promises() -> None:
 
 
 def test_equal_findings_share_a_row() -> None:
-    found = [
+    differing = [
         Finding(f"layers.{n}.attn", implementation, scenario, "causal", "as promised", "passed")
         for n in range(3)
         for implementation in ("eager", "sdpa")
         for scenario in ("plain", "cache")
     ]
-    found.append(Finding("layers.1.attn", "sdpa", "documents", "causal", "every token", "failed", "code"))
-    lines = reports.lines(found)
+    differing.append(Finding("layers.1.attn", "sdpa", "documents", "causal", "every token", "failed", "code"))
+    lines = reports.lines(differing)
     assert [line.cells for line in lines] == [
         ("layers.1.attn", "sdpa", "documents", "causal", "every token", "failed"),
         ("layers.{0-2}.attn", "eager, sdpa", "plain; cache", "causal", "as promised", "passed"),

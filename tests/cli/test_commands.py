@@ -307,11 +307,11 @@ def test_plan_recommends_a_layout_with_reasons(regard: Command) -> None:
     assert "memory" in result.out
     assert "Take data 4" in result.out
     assert "not ring 4: " in result.out
-    found = json.loads(regard("plan", "--model", WORDS, *PLAN, "--json").out)
-    assert found["weights"] == sum(n * 64 for n in (1000, 1024)) + 2 * 49_984 + 128
-    assert found["take"] == found["layouts"][0]["layout"]
-    assert found["layouts"][0]["fits"] is True
-    assert len(found["layouts"]) == 10
+    report = json.loads(regard("plan", "--model", WORDS, *PLAN, "--json").out)
+    assert report["weights"] == sum(n * 64 for n in (1000, 1024)) + 2 * 49_984 + 128
+    assert report["take"] == report["layouts"][0]["layout"]
+    assert report["layouts"][0]["fits"] is True
+    assert len(report["layouts"]) == 10
 
 
 def test_plan_exits_with_1_if_no_layout_fits(regard: Command) -> None:

@@ -58,11 +58,11 @@ def untrained(folder: Path, name: str, source: Path, options: dict[str, Any]) ->
 def pictures(folder: Path, count: int = 6) -> list[tuple[str, str]]:
     """Paths next to a table, and labels."""
     (folder / "seen").mkdir(exist_ok=True)
-    found = []
+    results = []
     for n, (label, image) in enumerate(stripes(count)):
         Image.fromarray(image).save(folder / "seen" / f"{n}.png")
-        found.append((f"seen/{n}.png", label))
-    return found
+        results.append((f"seen/{n}.png", label))
+    return results
 
 
 LINES = sentences(40)
@@ -96,34 +96,38 @@ def test_tables_are_read_as_in_training_without_labels(name: str, form: str, reg
     run = untrained(tmp_path, name, source, options)
     result = regard("predict", run.folder, source, "--json")
     assert result.code == 0, result.err
-    found = [json.loads(line) for line in result.out.splitlines()]
-    assert len(found) == len(rows)
+    results = [json.loads(line) for line in result.out.splitlines()]
+    assert len(results) == len(rows)
     shown = columns.index("question" if name == "answer" else inputs[0])
     given = [row[shown] for row in rows]
     if name in ("images", "match"):
         given = [str(tmp_path / path) for path in given]
     if name == "match":
         given = [f"{path} {row[1]}" for path, row in zip(given, rows, strict=True)]
-    assert [each["input"] for each in found] == given
+    assert [each["input"] for each in results] == given
     kept = [columns.index(column) for column in inputs]
     bare = table(tmp_path / f"bare.{form}", inputs, [[row[n] for n in kept] for row in rows])
     without = regard("predict", run.folder, bare, "--json")
     assert without.code == 0, without.err
-    assert [json.loads(line) | {"id": 0} for line in without.out.splitlines()] == [each | {"id": 0} for each in found]
+    assert [json.loads(line) | {"id": 0} for line in without.out.splitlines()] == [each | {"id": 0} for each in results]
 
 
 def test_columns_by_number_are_those_of_the_run(regard: Command, tmp_path: Path) -> None:
     source = table(tmp_path / "data.csv", ("a", "b"), LABELLED, header=False)
     run = untrained(tmp_path, "classify", source, TEXT | {"text": "2", "label": "1"})
-    found = [json.loads(line)["input"] for line in regard("predict", run.folder, source, "--json").out.splitlines()]
-    assert found == LINES
+    inputs_read = [
+        json.loads(line)["input"] for line in regard("predict", run.folder, source, "--json").out.splitlines()
+    ]
+    assert inputs_read == LINES
 
 
 def test_a_tsv_without_a_header_does_not_leak_the_answer(regard: Command, tmp_path: Path) -> None:
     source = table(tmp_path / "pairs.tsv", (), list(zip(LINES, BACK, strict=True)), header=False)
     run = untrained(tmp_path, "translate", source, TEXT)
-    found = [json.loads(line)["input"] for line in regard("predict", run.folder, source, "--json").out.splitlines()]
-    assert found == LINES
+    inputs_read = [
+        json.loads(line)["input"] for line in regard("predict", run.folder, source, "--json").out.splitlines()
+    ]
+    assert inputs_read == LINES
     (tmp_path / "source.tsv").write_text("source\tune source\nthe cat\tle chat\n")
     result = regard("predict", run.folder, tmp_path / "source.tsv")
     assert result.code == 1
@@ -154,14 +158,14 @@ def test_line_n_of_the_output_belongs_to_line_n_of_the_input(regard: Command, re
         file.write(text)
     piped = regard("predict", reviews.folder, "--json", "--skip-bad", given=text)
     inputs = ["the cat sees", "", "", "a dog hears", LONG.strip(), "", "one bird"]
-    found = [json.loads(line) for line in piped.out.splitlines()]
-    assert [each["input"] for each in found] == inputs
-    assert [each["output"] is None for each in found] == [False, True, True, False, True, True, False]
-    assert [each["score"] is None for each in found] == [False, True, True, False, True, True, False]
+    results = [json.loads(line) for line in piped.out.splitlines()]
+    assert [each["input"] for each in results] == inputs
+    assert [each["output"] is None for each in results] == [False, True, True, False, True, True, False]
+    assert [each["score"] is None for each in results] == [False, True, True, False, True, True, False]
     for path in ("in.txt", "in.txt.gz"):
         assert regard("predict", reviews.folder, tmp_path / path, "--json", "--skip-bad").out == piped.out
     plain = regard("predict", reviews.folder, tmp_path / "in.txt", "--skip-bad").out.splitlines()
-    assert [line.split("\t")[0] for line in plain] == [each["output"] or "" for each in found]
+    assert [line.split("\t")[0] for line in plain] == [each["output"] or "" for each in results]
 
 
 def test_bad_rows_of_a_table_have_an_empty_output(regard: Command, reviews: Run, tmp_path: Path) -> None:
@@ -286,11 +290,11 @@ def test_clips_and_texts_to_speak(regard: Command, tmp_path: Path) -> None:
     run = untrained(tmp_path / "heard", "transcribe", source, SMALL | {"features": 20})
     clips = [str(tmp_path / "clips" / f"{n:03}.wav") for n in range(4)]
     for given in (source, tmp_path):
-        found = regard("predict", run.folder, given, "--json")
-        assert [json.loads(line)["input"] for line in found.out.splitlines()] == clips
+        completed = regard("predict", run.folder, given, "--json")
+        assert [json.loads(line)["input"] for line in completed.out.splitlines()] == clips
     run = untrained(tmp_path / "voice", "speak", source, SMALL | {"features": 20, "longest": 0.2})
-    found = regard("predict", run.folder, source, "--json", "--out", tmp_path / "out")
-    assert [json.loads(line)["input"] for line in found.out.splitlines()] == result
+    completed = regard("predict", run.folder, source, "--json", "--out", tmp_path / "out")
+    assert [json.loads(line)["input"] for line in completed.out.splitlines()] == result
     (tmp_path / "in.txt").write_text(f"{result[0]}\n\n{result[1]}\n")
     assert regard("predict", run.folder, tmp_path / "in.txt", "--out", tmp_path / "more").code == 0
     assert sorted(path.name for path in (tmp_path / "more").iterdir()) == ["0001.wav", "0003.wav"]

@@ -38,9 +38,9 @@ def checked(job: Callable[[BadRows], Any]) -> None:
     for skip in (False, True):
 
         def once(skip: bool = skip) -> None:
-            found = job(BadRows(skip=skip))
-            if isinstance(found, Iterable) and not isinstance(found, np.ndarray):
-                list(found)
+            result = job(BadRows(skip=skip))
+            if isinstance(result, Iterable) and not isinstance(result, np.ndarray):
+                list(result)
 
         assert attempt("read", once) is None
 

@@ -36,7 +36,7 @@ def everything(rank: int) -> dict[str, Any]:
 
 def moved(rank: int) -> dict:
     """Counted and predicted bytes by mask, method, layout and whether there was a backward pass."""
-    found = {}
+    results = {}
     for name, mask in MASKS.items():
         for method in ("ring", "heads", None):
             for layout in rd.LAYOUTS:
@@ -51,8 +51,8 @@ def moved(rank: int) -> dict:
                         rg.Attention(mask=mask), ranks=4, B=B, H=H, G=G, Q=N, D=D, E=E, dtype=q.dtype, layout=layout,
                         method=method, backward=backward,
                     )  # fmt: skip
-                    found[name, method, layout, backward] = counted.sent, counted.received, predicted
-    return found
+                    results[name, method, layout, backward] = counted.sent, counted.received, predicted
+    return results
 
 
 def refused(rank: int) -> dict[str, str]:
@@ -66,7 +66,7 @@ def refused(rank: int) -> dict[str, str]:
         "layout": {"layout": "balanced"},
         "sizes": {"mask": rg.documents([0, 1, 2])},
     }
-    found = {}
+    results = {}
     for name, description in given.items():
         tensors = [q, k, v]
         if name == "heads" and rank == 2:
@@ -77,15 +77,15 @@ def refused(rank: int) -> dict[str, str]:
             tensors = [x[:, :, :5] for x in tensors]
         try:
             rd.attention(*tensors, **description)
-            found[name] = "taken"
+            results[name] = "taken"
         except ValueError as error:
-            found[name] = str(error)
-    return found
+            results[name] = str(error)
+    return results
 
 
 def dropped(rank: int) -> dict[str, float]:
     """Dropout keeps the mean, is reproduced by a seed, and backward uses the same pattern as forward."""
-    found = {}
+    results = {}
     for method in ("ring", "heads"):
 
         def attend(q: Tensor, k: Tensor, v: Tensor, method: str = method, **given: Any) -> Tensor:
@@ -94,10 +94,10 @@ def dropped(rank: int) -> dict[str, float]:
 
         q, k, v = own(24, torch.float64)
         ones = torch.ones_like(v).requires_grad_()
-        found[f"{method} mean"] = float(attend(q, k, ones).mean())
-        found[f"{method} again"] = float((attend(q, k, v) - attend(q, k, v)).abs().max())
-        found[f"{method} without"] = float((attend(q, k, v) - rd.attention(q, k, v, mask=rg.causal())).abs().mean())
-        found[f"{method} heads alike"] = float((attend(q, k, ones)[:, 0] - attend(q, k, ones)[:, 4]).abs().mean())
+        results[f"{method} mean"] = float(attend(q, k, ones).mean())
+        results[f"{method} again"] = float((attend(q, k, v) - attend(q, k, v)).abs().max())
+        results[f"{method} without"] = float((attend(q, k, v) - rd.attention(q, k, v, mask=rg.causal())).abs().mean())
+        results[f"{method} heads alike"] = float((attend(q, k, ones)[:, 0] - attend(q, k, ones)[:, 4]).abs().mean())
         by = torch.randn(B, H, 24, E, dtype=torch.float64)
         grads = torch.autograd.grad((attend(q, k, v) * by).sum(), (q, k, v))
         ways = [torch.randn_like(x) for x in (q, k, v)]
@@ -108,60 +108,60 @@ def dropped(rank: int) -> dict[str, float]:
         derivative = sum(float((grad * way).sum()) for grad, way in zip(grads, ways, strict=True))
         totals = torch.tensor([slope, derivative], dtype=torch.float64)
         dist.all_reduce(totals)
-        found[f"{method} slope"] = float((totals[0] - totals[1]).abs() / totals[1].abs())
-    return found
+        results[f"{method} slope"] = float((totals[0] - totals[1]).abs() / totals[1].abs())
+    return results
 
 
 def joined(rank: int) -> dict[str, Any]:
     """`shard` and `gather` are inverse, and their gradients are those of the sum of the ranks' losses."""
-    found: dict[str, Any] = {}
+    results: dict[str, Any] = {}
     for layout in rd.LAYOUTS:
         whole = torch.arange(22.0).view(1, 11, 2).requires_grad_()
         part = rd.shard(whole, layout=layout)
         back = rd.gather(part, layout=layout)
-        found[layout] = torch.equal(back, whole), tuple(part.shape), rd.positions(11, layout=layout).tolist()
+        results[layout] = torch.equal(back, whole), tuple(part.shape), rd.positions(11, layout=layout).tolist()
         (back * (rank + 1)).sum().backward()
         grad = whole.grad.clone()
         dist.all_reduce(grad)
-        found[f"{layout} grad"] = grad.unique().tolist()
+        results[f"{layout} grad"] = grad.unique().tolist()
     uneven = torch.full((1, rank, 2), float(rank))
-    found["uneven"] = rd.gather(uneven)[0, :, 0].tolist()
-    found["bfloat16"] = rd.gather(torch.full((1, 2), float(rank), dtype=torch.bfloat16), 0)[:, 0].tolist()
-    return found
+    results["uneven"] = rd.gather(uneven)[0, :, 0].tolist()
+    results["bfloat16"] = rd.gather(torch.full((1, 2), float(rank), dtype=torch.bfloat16), 0)[:, 0].tolist()
+    return results
 
 
 def low(rank: int) -> dict[str, Any]:
     """Other dtypes, fewer axes, autocast, no gradient, a single learned tensor."""
-    found: dict[str, Any] = {}
+    results: dict[str, Any] = {}
     q, k, v = (x.detach() for x in own(24))
     whole = [rd.gather(x, 2) for x in (q, k, v)]
-    wanted = rd.shard(rg.attention(*whole, mask=rg.causal()), 2)
+    expected = rd.shard(rg.attention(*whole, mask=rg.causal()), 2)
     for dtype in (torch.bfloat16, torch.float16):
         half = [x.to(dtype) for x in (q, k, v)]
         one = rd.shard(rg.attention(*(x.to(dtype) for x in whole), mask=rg.causal()), 2)
         for method in ("ring", "heads"):
             out = rd.attention(*half, mask=rg.causal(), method=method)
-            apart, usual = (float((x.float() - wanted).abs().max()) for x in (out, one))
-            found[f"{dtype} {method}"] = out.dtype == dtype, apart / usual
+            apart, usual = (float((x.float() - expected).abs().max()) for x in (out, one))
+            results[f"{dtype} {method}"] = out.dtype == dtype, apart / usual
     with torch.autocast("cpu", dtype=torch.bfloat16):
-        found["autocast"] = rd.attention(q, k, v, mask=rg.causal(), method="ring").dtype
+        results["autocast"] = rd.attention(q, k, v, mask=rg.causal(), method="ring").dtype
     out = rd.attention(q[0], k[0], v[0], mask=rg.causal())
-    found["three axes"] = tuple(out.shape), float((out - wanted[0]).abs().max())
+    results["three axes"] = tuple(out.shape), float((out - expected[0]).abs().max())
     out, lse = rd.attention(q[0, 0], k[0, 0], v[0, 0], mask=rg.causal(), return_lse=True)
-    found["two axes"] = tuple(out.shape), tuple(lse.shape), float((out - wanted[0, 0]).abs().max())
+    results["two axes"] = tuple(out.shape), tuple(lse.shape), float((out - expected[0, 0]).abs().max())
     table = torch.zeros(3, H, requires_grad=True)
     with rd.traffic() as counted:
         rd.attention(q, k, v, bias=rg.relative(table), method="ring").sum().backward()
-    found["table alone"] = table.grad is not None, counted.sent.total() // (2 * B * G * 24 * (D + E) * 4)
-    found["engine"] = float(
-        (rd.attention(q, k, v, mask=rg.causal(), method="ring", engine="reference") - wanted).abs().max()
+    results["table alone"] = table.grad is not None, counted.sent.total() // (2 * B * G * 24 * (D + E) * 4)
+    results["engine"] = float(
+        (rd.attention(q, k, v, mask=rg.causal(), method="ring", engine="reference") - expected).abs().max()
     )
-    return found
+    return results
 
 
 def twice(rank: int) -> list[str]:
     """Error messages of second derivatives."""
-    found = []
+    results = []
     ways = (
         lambda q, k, v: rd.attention(q, k, v, method="ring"),  # the gradient has a history through q only
         lambda q, k, v: rd.attention(q, k, v, method="ring").square(),
@@ -173,10 +173,10 @@ def twice(rank: int) -> list[str]:
         try:
             (grad,) = torch.autograd.grad(attend(q, k, v).sum(), q, create_graph=True)
             (grad.sum() + q.sum()).backward()
-            found.append("taken")
+            results.append("taken")
         except RuntimeError as error:
-            found.append(str(error))
-    return found
+            results.append(str(error))
+    return results
 
 
 PARTS = {"twice": twice, "moved": moved, "refused": refused, "dropped": dropped, "joined": joined, "low": low}

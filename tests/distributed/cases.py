@@ -240,24 +240,24 @@ WAYS = (("ring", "contiguous"), ("ring", "balanced"), ("heads", "contiguous"), (
 def ways(name: str, ranks: int) -> list[tuple[str, str, torch.dtype]]:
     """The methods, layouts and dtypes of a case: almost all for two processes, one in turn for more."""
     if name in NEEDED:
-        found = [(*way, dtype) for way in WAYS for dtype in (torch.float32, torch.float64)]
+        variants = [(*way, dtype) for way in WAYS for dtype in (torch.float32, torch.float64)]
     else:
         turn = list(CASES).index(name) + ranks
-        found = [(*way, torch.float64) for way in (WAYS[:3] if ranks == 2 else [WAYS[turn % 4]])]
-    return [way for way in found if not (way[0] == "heads" and name == "gqa")]
+        variants = [(*way, torch.float64) for way in (WAYS[:3] if ranks == 2 else [WAYS[turn % 4]])]
+    return [way for way in variants if not (way[0] == "heads" and name == "gqa")]
 
 
 def all_cases(rank: int) -> dict[tuple, dict[str, float]]:
     """The differences of every case from the results of one process, for groups of 2, 3 and 4."""
-    found = {}
+    results = {}
     for ranks in LENGTHS:
         group = dist.new_group(list(range(ranks)))
         if rank < ranks:
             for name in CASES:
                 for way in ways(name, ranks):
-                    found[name, ranks, *way] = differences(name, rank, ranks, group, *way)
+                    results[name, ranks, *way] = differences(name, rank, ranks, group, *way)
     dist.barrier()
-    return found
+    return results
 
 
 def differences(name: str, rank: int, ranks: int, group: Any, method: str, layout: str, dtype: Any) -> dict[str, float]:
@@ -278,21 +278,21 @@ def differences(name: str, rank: int, ranks: int, group: Any, method: str, layou
         rd.Layout.of(n, layout) if layout == "contiguous" else rd.Layout.even(sum(n), ranks, layout)
         for n in (lengths, LENGTHS[ranks], LENGTHS[ranks])
     ]
-    wanted = results(case, [x.double() for x in whole], [x.double() for x in by], rg.attention, engine="reference")
+    expected = results(case, [x.double() for x in whole], [x.double() for x in by], rg.attention, engine="reference")
     own = [held.own(x, 2, rank) for x, held in zip(whole, layouts, strict=True)]
     own_by = [layouts[0].own(x, 2, rank) for x in by]
     head = B * max(LENGTHS[ranks]) * (D + E) * whole[0].element_size()
     portion = {"contiguous": ranks - 1, "balanced": 1}[layout] * head if dtype == torch.float64 else plan.PORTION
     with mock.patch.object(plan, "PORTION", portion):  # all heads at once, an uneven portion, one by one
-        found = results(case, own, own_by, rd.attention, group=group, layout=layout, method=method)
+        actual = results(case, own, own_by, rd.attention, group=group, layout=layout, method=method)
     names = ("output", "lse", "query", "key", "value")
     held = [layouts[0], layouts[0], *layouts]
     errors = {
-        part: error(mine, here.own(all_of_it, 2, rank))
-        for part, mine, all_of_it, here in zip(names, found, wanted, held, strict=False)
+        part: error(ours, here.own(all_of_it, 2, rank))
+        for part, ours, all_of_it, here in zip(names, actual, expected, held, strict=False)
     }
-    for n, (mine, all_of_it) in enumerate(zip(found[5:], wanted[5:], strict=True)):
-        total = mine.clone()
+    for n, (ours, all_of_it) in enumerate(zip(actual[5:], expected[5:], strict=True)):
+        total = ours.clone()
         dist.all_reduce(total, group=group)
         errors[f"learned {n}"] = error(total, all_of_it)
     return errors
@@ -308,9 +308,9 @@ def results(case: Case, whole: list[Tensor], by: list[Tensor], attend: Callable,
     return [output.detach(), lse.detach(), *grads]
 
 
-def error(found: Tensor, wanted: Tensor) -> float:
+def error(actual: Tensor, expected: Tensor) -> float:
     """The largest difference; infinite if shapes or non-finite entries differ."""
-    if found.shape != wanted.shape or not torch.equal(found.isfinite(), wanted.isfinite()):
+    if actual.shape != expected.shape or not torch.equal(actual.isfinite(), expected.isfinite()):
         return float("inf")
-    apart = (found - wanted).masked_fill(~wanted.isfinite(), 0.0)
+    apart = (actual - expected).masked_fill(~expected.isfinite(), 0.0)
     return float(apart.abs().max()) if apart.numel() else 0.0

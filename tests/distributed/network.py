@@ -27,8 +27,8 @@ class Machine:
 
     def sent(self) -> int:
         """The bytes sent on the link, including headers."""
-        with self.run("cat", "/sys/class/net/out/statistics/tx_bytes", stdout=subprocess.PIPE, text=True) as found:
-            return int(found.stdout.read())
+        with self.run("cat", "/sys/class/net/out/statistics/tx_bytes", stdout=subprocess.PIPE, text=True) as process:
+            return int(process.stdout.read())
 
 
 def ip(*words: str) -> None:
@@ -62,7 +62,7 @@ def machines(ranks: int, rate: str) -> Iterator[list[Machine]]:
         hub = namespace(f"{mark}hub")
         ip("-n", hub, "link", "add", "bridge", "type", "bridge")
         ip("-n", hub, "link", "set", "bridge", "up")
-        found = []
+        results = []
         for rank in range(ranks):
             one = Machine(namespace(f"{mark}n{rank}"), f"10.77.0.{rank + 1}")
             ip("-n", hub, "link", "add", f"to{rank}", "type", "veth", "peer", "name", "out", "netns", one.name)
@@ -74,16 +74,16 @@ def machines(ranks: int, rate: str) -> Iterator[list[Machine]]:
             with one.run("tc", *shape, stderr=subprocess.PIPE, text=True) as done:
                 if done.wait(20):
                     raise OSError(done.stderr.read())
-            found.append(one)
-        yield found
+            results.append(one)
+        yield results
 
 
 def run(ranks: int, rate: str, script: Sequence[str], seconds: float) -> tuple[list[str], list[int]]:
     """Run a program on every machine, like torchrun; return the output and the sent bytes of each."""
-    with machines(ranks, rate) as found:
+    with machines(ranks, rate) as network:
         processes = []
-        for rank, machine in enumerate(found):
-            place = {"RANK": rank, "LOCAL_RANK": 0, "WORLD_SIZE": ranks, "MASTER_ADDR": found[0].address}
+        for rank, machine in enumerate(network):
+            place = {"RANK": rank, "LOCAL_RANK": 0, "WORLD_SIZE": ranks, "MASTER_ADDR": network[0].address}
             place |= {"MASTER_PORT": 29500, "GLOO_SOCKET_IFNAME": "out"}
             given = os.environ | {name: str(value) for name, value in place.items()}
             processes.append(
@@ -98,7 +98,7 @@ def run(ranks: int, rate: str, script: Sequence[str], seconds: float) -> tuple[l
                 process.kill()
         if any(process.returncode for process in processes):
             raise RuntimeError("\n".join(printed))
-        return printed, [machine.sent() for machine in found]
+        return printed, [machine.sent() for machine in network]
 
 
 if __name__ == "__main__":

@@ -21,12 +21,12 @@ def main() -> None:
     mask = rg.causal() & rg.window(600, 0)
     inputs = [x.requires_grad_() for x in whole[:3]]
     output = rg.attention(*inputs, mask=mask)
-    wanted = [output, *torch.autograd.grad(output, inputs, whole[3])]
+    expected = [output, *torch.autograd.grad(output, inputs, whole[3])]
     own = [rd.shard(x.detach(), 2).requires_grad_() for x in inputs]
     with rd.traffic() as moved:
         output = rd.attention(*own, mask=mask, method="ring")
-        found = [output, *torch.autograd.grad(output, own, rd.shard(whole[3], 2))]
-    error = max(float((a - rd.shard(b, 2)).detach().abs().max()) for a, b in zip(found, wanted, strict=True))
+        actual = [output, *torch.autograd.grad(output, own, rd.shard(whole[3], 2))]
+    error = max(float((a - rd.shard(b, 2)).detach().abs().max()) for a, b in zip(actual, expected, strict=True))
     predicted = rd.bytes_moved(rg.Attention(mask=mask), ranks=ranks, B=1, H=4, Q=2048, D=64, method="ring")
     dist.barrier()
     print(json.dumps({"error": error, "sent": moved.sent.total(), "predicted": predicted.sent[rank]}))

@@ -26,14 +26,14 @@ class LiveBytes(TorchDispatchMode):
         self.now = self.peak = 0
 
     def __torch_dispatch__(self, function: Any, types: Any, args: tuple = (), kwargs: dict | None = None) -> Any:
-        found = function(*args, **(kwargs or {}))
-        for tensor in tree_leaves(found):
+        result = function(*args, **(kwargs or {}))
+        for tensor in tree_leaves(result):
             if isinstance(tensor, Tensor) and (key := (room := tensor.untyped_storage())._cdata) not in self.known:
                 self.known.add(key)
                 self.now += room.nbytes()
                 self.peak = max(self.peak, self.now)
                 weakref.finalize(room, self._freed, key, room.nbytes())
-        return found
+        return result
 
     def _freed(self, key: int, size: int) -> None:
         self.known.remove(key)
@@ -50,7 +50,7 @@ def step(group: dist.ProcessGroup, ranks: int, length: int, method: str) -> None
 
 def memory(rank: int, length: int) -> dict[tuple[int, str], int]:
     """Peak bytes by number of ranks and method."""
-    found = {}
+    results = {}
     for ranks in (1, 2, 4):
         group = dist.new_group(list(range(ranks)))
         for method in ("ring", "heads"):
@@ -58,6 +58,6 @@ def memory(rank: int, length: int) -> dict[tuple[int, str], int]:
                 step(group, ranks, length, method)  # fills the caches of masks
                 with LiveBytes() as held:
                     step(group, ranks, length, method)
-                found[ranks, method] = held.peak
+                results[ranks, method] = held.peak
         dist.barrier()
-    return found
+    return results

@@ -125,15 +125,15 @@ model("detr", lambda: Detr(DETR), lambda m: torch.cat(m(images(1, 3, 64, 64)), -
 
 def all_models(rank: int) -> dict[str, dict[str, float]]:
     torch.set_default_dtype(torch.float64)
-    found: dict[str, Any] = {}
+    results: dict[str, Any] = {}
     for n, (name, (make, run, by_token)) in enumerate(MODELS.items()):
         torch.manual_seed(3)
         one = make()
         layout = rd.LAYOUTS[n % 2]
-        wanted = run(one)
-        wanted = wanted.values[None] if isinstance(wanted, rg.Packed) else wanted
-        by = torch.randn(wanted.shape, generator=torch.Generator().manual_seed(1))
-        wanted_grads = grads_of(one, wanted, by)
+        expected = run(one)
+        expected = expected.values[None] if isinstance(expected, rg.Packed) else expected
+        by = torch.randn(expected.shape, generator=torch.Generator().manual_seed(1))
+        wanted_grads = grads_of(one, expected, by)
         with rd.sequence(layout=layout):
             out = run(one)
             own_by = rd.shard(by, layout=layout) if by_token else by
@@ -149,12 +149,12 @@ def all_models(rank: int) -> dict[str, dict[str, float]]:
         for grad, wanted_grad in zip(grads, wanted_grads, strict=True):
             dist.all_reduce(grad)
             worst = max(worst, float((grad / times - wanted_grad).abs().max()))
-        found[name] = {
-            "output": float((whole - wanted).detach().abs().max()),
+        results[name] = {
+            "output": float((whole - expected).detach().abs().max()),
             "gradients": worst,
             "rows": out.shape[1:2],
         }
-    return found | {"bare": bare(rank), "cached": cached()}
+    return results | {"bare": bare(rank), "cached": cached()}
 
 
 def grads_of(module: nn.Module, out: Tensor, by: Tensor) -> list[Tensor]:
@@ -170,22 +170,22 @@ def bare(rank: int) -> dict[str, float]:
     block = rg.nn.Block(layer, rg.nn.FeedForward(16, 32), residual=lambda: rg.nn.PreNorm(16))
     x = torch.randn(2, 10, 16)
     held = rd.Layout.of([3, 0, 6, 1])
-    found = {}
+    results = {}
     for name, part in (("layer", layer), ("block", block)):
-        wanted = part(x, mask=rg.causal())
+        expected = part(x, mask=rg.causal())
         with rd.sequence():
             out = part(held.own(x, 1, rank), mask=rg.causal())
-        found[name] = float((rd.gather(out) - wanted).detach().abs().max())
+        results[name] = float((rd.gather(out) - expected).detach().abs().max())
     additive = rg.nn.AdditiveAttention(16, 16, 8)
-    wanted = additive(x[:, :4], x)
+    expected = additive(x[:, :4], x)
     with rd.sequence():
         out = additive(rd.shard(x[:, :4]), held.own(x, 1, rank))
-    return found | {"additive": float((rd.gather(out) - wanted).detach().abs().max())}
+    return results | {"additive": float((rd.gather(out) - expected).detach().abs().max())}
 
 
 def cached() -> list[str]:
     """Error messages of calls that cannot be sharded."""
-    found = []
+    results = []
     layer = rg.nn.MultiHeadAttention(16, 4)
     tries = (
         lambda: LanguageModel(LanguageConfig(**SMALL)).generate(ids(2, 5), max_new_tokens=2),
@@ -198,7 +198,7 @@ def cached() -> list[str]:
         try:
             with rd.sequence():
                 attempt()
-            found.append("taken")
+            results.append("taken")
         except ValueError as error:
-            found.append(str(error))
-    return found
+            results.append(str(error))
+    return results

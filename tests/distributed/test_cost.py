@@ -42,10 +42,10 @@ def test_weights_and_saved_activations_are_exact(values: dict[str, Any]) -> None
     predicted_cost = ModelShape.of(model)
     assert predicted_cost.count == sum(weight.numel() for weight in model.parameters())
     ids = torch.randint(50, (256,))
-    with training_step.saved_bytes(model) as found:
+    with training_step.saved_bytes(model) as saved:
         model.loss(Packed(ids, (256,)), ids)
     predicted = cost(predicted_cost, Split(), Machine(), sequence=256, batch=1).memory["activations"]
-    assert predicted == found[0]
+    assert predicted == saved[0]
 
 
 @pytest.mark.parametrize("values", [LLAMA, GPT, GPT | {"tied": False}])
@@ -89,13 +89,13 @@ def test_balanced_shards_have_equal_work() -> None:
 
 def test_sent_bytes_equal_the_prediction() -> None:
     model = ModelShape.of(LanguageModel(training_step.CONFIG))
-    found = all_well(run(training_step.steps, 2))
+    steps = all_well(run(training_step.steps, 2))
     for split in training_step.SPLITS:
         predicted_cost = cost(model, split, Machine(), sequence=training_step.SEQUENCE, batch=training_step.BATCH).sent
         predicted_cost |= {
             name: size // 2 for name, size in predicted_cost.items() if name == "reduce-scatter"
         }  # gloo sums on every rank
-        most = {name: max(each[str(split)][name] for each in found) for name in predicted_cost}
+        most = {name: max(each[str(split)][name] for each in steps) for name in predicted_cost}
         assert most == predicted_cost, split
 
 

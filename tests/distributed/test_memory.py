@@ -9,9 +9,9 @@ LENGTH = 8192
 
 
 def test_peak_memory_falls_with_the_number_of_ranks() -> None:
-    found = all_well(run(peak_memory.memory, 4, LENGTH))
+    peaks = all_well(run(peak_memory.memory, 4, LENGTH))
     for rank in range(4):
-        most = {key: found[rank].get(key, found[0][key]) for key in found[0]}
+        most = {key: peaks[rank].get(key, peaks[0][key]) for key in peaks[0]}
         # Loose by some tensors, because another thread frees sent buffers a little later.
         for method, loose in (("heads", 1.4), ("ring", 1.2)):
             for ranks in (2, 4):

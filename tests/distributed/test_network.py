@@ -14,9 +14,9 @@ def test_bytes_on_the_links_equal_the_prediction() -> None:
         pytest.skip(reason)
     printed, sent = network.run(3, "200mbit", ["-m", "tests.distributed.network_step"], seconds=120)
     for text, on_the_link in zip(printed, sent, strict=True):
-        found = json.loads(text.strip().splitlines()[-1])
-        assert found["error"] < 1e-5
-        assert found["sent"] == found["predicted"] > 1e6
+        report = json.loads(text.strip().splitlines()[-1])
+        assert report["error"] < 1e-5
+        assert report["sent"] == report["predicted"] > 1e6
         assert (
-            found["predicted"] <= on_the_link <= 1.1 * found["predicted"] + 100_000
+            report["predicted"] <= on_the_link <= 1.1 * report["predicted"] + 100_000
         )  # plus headers and the rendezvous

@@ -37,17 +37,17 @@ def planned(attend: rg.Attention, B: int, H: int, queries: rd.Layout, keys: rd.L
 def test_the_blocks_of_all_ranks_cover_the_call(drawn: tuple[Call, rd.Layout, rd.Layout]) -> None:
     call, queries, keys = drawn
     attend, (B, H, Q, _), E = rg.Attention(**call.description), call.query.shape, call.value.shape[3]
-    found = planned(attend, B, H, queries, keys)
+    plan = planned(attend, B, H, queries, keys)
     frame = full_frame(attend, B, H, Q, keys.length)
     output = call.query.new_zeros(B, H, Q, E)
     lse = call.query.new_full((B, H, Q), float("-inf"))
     if attend.sink is not None:
         lse = torch.as_tensor(attend.sink, dtype=torch.float64).detach().reshape(-1, 1).expand(B, H, Q).clone()
     without = rg.Attention(**call.description | {"sink": None})
-    for t in range(found.ranks):
-        for r in range(found.ranks):
-            for block in found.blocks[t][r]:
-                assert any(a <= block.columns[0] and block.columns[1] <= b for a, b in found.pieces[t][r])
+    for t in range(plan.ranks):
+        for r in range(plan.ranks):
+            for block in plan.blocks[t][r]:
+                assert any(a <= block.columns[0] and block.columns[1] <= b for a, b in plan.pieces[t][r])
                 rows, columns = slice(*block.rows), slice(*block.columns)
                 own = without.narrow(frame, CallSlice(slice(0, H), rows, columns))
                 tensors = call.query[:, :, rows], call.key[:, :, columns], call.value[:, :, columns]
@@ -55,8 +55,8 @@ def test_the_blocks_of_all_ranks_cover_the_call(drawn: tuple[Call, rd.Layout, rd
                 output[:, :, rows], lse[:, :, rows] = (
                     x.detach() for x in rg.merge([output[:, :, rows], part], [lse[:, :, rows], part_lse])
                 )
-    wanted, wanted_lse = attend(call.query, call.key, call.value, engine="reference", return_lse=True)
-    torch.testing.assert_close(output, wanted.detach(), atol=1e-11, rtol=1e-11)
+    expected, wanted_lse = attend(call.query, call.key, call.value, engine="reference", return_lse=True)
+    torch.testing.assert_close(output, expected.detach(), atol=1e-11, rtol=1e-11)
     torch.testing.assert_close(lse, wanted_lse.detach(), atol=1e-11, rtol=1e-11)
 
 
@@ -66,27 +66,27 @@ def test_a_slice_of_heads_equals_those_heads_of_the_full_call(call: Call, ranks:
     attend, (B, H, Q, _) = rg.Attention(**call.description), call.query.shape
     G, K = call.key.shape[1:3]
     assume(G % ranks == 0)
-    wanted = attend(call.query, call.key, call.value, engine="reference").detach()
+    expected = attend(call.query, call.key, call.value, engine="reference").detach()
     for r in range(ranks):
         heads, shared = (slice(r * n // ranks, (r + 1) * n // ranks) for n in (H, G))
         own = attend.narrow(full_frame(attend, B, H, Q, K), CallSlice(heads, slice(0, Q), slice(0, K)))
-        found = own(call.query[:, heads], call.key[:, shared], call.value[:, shared]).detach()
-        torch.testing.assert_close(found, wanted[:, heads], atol=1e-11, rtol=1e-11)
+        actual = own(call.query[:, heads], call.key[:, shared], call.value[:, shared]).detach()
+        torch.testing.assert_close(actual, expected[:, heads], atol=1e-11, rtol=1e-11)
 
 
 def test_a_window_needs_some_keys_of_neighbours_only() -> None:
     layout = rd.Layout.even(4096, 8)
-    found = planned(rg.Attention(mask=rg.causal() & rg.window(100, 0)), 1, 1, layout, layout)
+    plan = planned(rg.Attention(mask=rg.causal() & rg.window(100, 0)), 1, 1, layout, layout)
     for t in range(8):
         for r in range(8):
-            assert bool(found.pieces[t][r]) == (r in (t, t - 1))
-    assert found.count(3, 2) == 112  # of 512: tiles of 16 that hold the last 100
+            assert bool(plan.pieces[t][r]) == (r in (t, t - 1))
+    assert plan.count(3, 2) == 112  # of 512: tiles of 16 that hold the last 100
 
 
 def test_a_balanced_layout_balances_causal_work() -> None:
     def work(layout: str) -> list[int]:
         held = rd.Layout.even(1024, 4, layout)
-        found = planned(rg.Attention(mask=rg.causal()), 1, 1, held, held)
+        plan = planned(rg.Attention(mask=rg.causal()), 1, 1, held, held)
         return [
             sum(
                 max(0, min(p + 1, b.columns[1]) - b.columns[0])
@@ -94,7 +94,7 @@ def test_a_balanced_layout_balances_causal_work() -> None:
                 for b in blocks
                 for p in range(*b.rows)
             )
-            for row in found.blocks
+            for row in plan.blocks
         ]
 
     even, uneven = work("balanced"), work("contiguous")

@@ -76,10 +76,10 @@ def _step(rank: int, split: Split) -> dict[str, int]:
             with together():
                 objective(Packed(ids[:-1], (SEQUENCE,)), ids[1:]).backward()
     share = (split.ranks - 1) / split.ranks
-    found = {name: int(size * share) for name, size in whole.bytes.items()}
+    sizes = {name: int(size * share) for name, size in whole.bytes.items()}
     if reduced:
-        found["all-reduce"] = int(2 * share * reduced["bytes"])
-    return found | ({split.method: own.sent.total()} if split.sequence > 1 else {})
+        sizes["all-reduce"] = int(2 * share * reduced["bytes"])
+    return sizes | ({split.method: own.sent.total()} if split.sequence > 1 else {})
 
 
 def _counted(counted, bucket):  # type: ignore[no-untyped-def]  # torch reads the annotations of a hook
@@ -91,14 +91,14 @@ def _counted(counted, bucket):  # type: ignore[no-untyped-def]  # torch reads th
 def saved_bytes(model: nn.Module) -> Iterator[list[int]]:
     """Bytes that autograd saves in the context, each storage once, without weights."""
     known = {weight.untyped_storage().data_ptr() for weight in model.parameters()}
-    found = [0]
+    total = [0]
 
     def pack(tensor: torch.Tensor) -> torch.Tensor:
         storage = tensor.untyped_storage()
         if storage.data_ptr() not in known:
             known.add(storage.data_ptr())
-            found[0] += storage.nbytes()
+            total[0] += storage.nbytes()
         return tensor
 
     with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
-        yield found
+        yield total

@@ -32,7 +32,7 @@ def run(
     A process that ends without a word gives None. All have so many seconds, and `grace` seconds behind the first that
     fails; one that takes longer is killed, and gives a TimeoutError. `timeout` is the group's.
     """
-    found: list[Any] = [TimeoutError("it took too long")] * ranks
+    results: list[Any] = [TimeoutError("it took too long")] * ranks
     with tempfile.TemporaryDirectory() as folder:
         ends, processes = {}, []
         for rank in range(ranks):
@@ -50,21 +50,21 @@ def run(
                     result = end.recv()
                 except EOFError:
                     result = None
-                found[ends.pop(end)] = result
+                results[ends.pop(end)] = result
                 if result is None or isinstance(result, BaseException):
                     until = min(until, time.monotonic() + grace)
         for process in processes:
             process.kill()
             process.join()
-    return found
+    return results
 
 
-def all_well(found: list[Any]) -> list[Any]:
+def all_well(results: list[Any]) -> list[Any]:
     """Return the results, or raise the first failure."""
-    for rank, result in enumerate(found):
+    for rank, result in enumerate(results):
         if isinstance(result, BaseException) or result is None:
             raise AssertionError(f"rank {rank}: {result!r}") from result
-    return found
+    return results
 
 
 def _rank(
@@ -76,10 +76,10 @@ def _rank(
         dist.init_process_group(
             "gloo", init_method=f"file://{meeting}", rank=rank, world_size=ranks, timeout=timedelta(seconds=timeout)
         )
-        found = function(rank, *args)
+        result = function(rank, *args)
     except BaseException as error:
         error.add_note(traceback.format_exc())
-        found = error
-    end.send(found)
+        result = error
+    end.send(result)
     end.close()
     os._exit(0)  # closing a group aborts if another rank is gone

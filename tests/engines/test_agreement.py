@@ -48,11 +48,11 @@ def assert_close(a: Tensor, b: Tensor, tolerance: float) -> None:
 
 
 def assert_close_gradients(ours: list[Tensor | None], theirs: list[Tensor | None]) -> None:
-    for mine, other in zip(ours, theirs, strict=True):
+    for actual, other in zip(ours, theirs, strict=True):
         if other is not None:  # a tensor that no visited tile uses has no gradient, or zeros
-            mine = torch.zeros_like(other) if mine is None else mine
-            assert mine.isfinite().all()
-            assert_close(mine, other, 1e-10)
+            actual = torch.zeros_like(other) if actual is None else actual
+            assert actual.isfinite().all()
+            assert_close(actual, other, 1e-10)
 
 
 @pytest.mark.parametrize("part", range(PARTS))
@@ -63,10 +63,10 @@ def test_a_thousand_random_calls_of_the_native_engine_equal_the_reference_in_flo
     def agrees(call: Call) -> None:
         assume(can(call, "native"))
         ours, theirs = (everything(call, engine) for engine in ("native", "reference"))
-        for mine, other in zip(ours[:2], theirs[:2], strict=True):
-            assert mine is not None
+        for actual, other in zip(ours[:2], theirs[:2], strict=True):
+            assert actual is not None
             assert other is not None
-            assert_close(mine, other, 1e-12)
+            assert_close(actual, other, 1e-12)
         assert_close_gradients(ours[2:], theirs[2:])
 
     agrees()

@@ -19,16 +19,16 @@ def test_a_batch_of_one_broadcasts(shared: tuple[str, ...], engine: str | None) 
     wide = {name: tensor.expand(3, -1, -1, -1).clone().requires_grad_() for name, tensor in x.items()}
     lengths = torch.tensor([9, 4, 1])
     description = {"mask": rg.padding(lengths)} if engine != "sdpa" else {}
-    found = rg.attention(**given, engine=engine, **description)
+    output = rg.attention(**given, engine=engine, **description)
     key, value = (wide[name].repeat_interleave(2, 1) for name in ("key", "value"))
     logits = wide["query"] @ key.mT / 8**0.5
     if description:
         logits = logits.masked_fill(torch.arange(9) >= lengths[:, None, None, None], -torch.inf)
-    wanted = logits.softmax(-1) @ value
-    torch.testing.assert_close(found, wanted, rtol=1e-11, atol=1e-11)
-    grad = normal(*wanted.shape, seed=7)
-    ours = torch.autograd.grad(found, [*given.values()], grad)
-    theirs = torch.autograd.grad(wanted, [*wide.values()], grad)
+    expected = logits.softmax(-1) @ value
+    torch.testing.assert_close(output, expected, rtol=1e-11, atol=1e-11)
+    grad = normal(*expected.shape, seed=7)
+    ours = torch.autograd.grad(output, [*given.values()], grad)
+    theirs = torch.autograd.grad(expected, [*wide.values()], grad)
     for name, one, other in zip(given, ours, theirs, strict=True):
         assert one.shape == x[name].shape
         torch.testing.assert_close(one, other.sum_to_size(one.shape), rtol=1e-10, atol=1e-10)
@@ -47,9 +47,9 @@ def test_inspection_broadcasts_a_batch_of_one(shared: str) -> None:
         lambda **tensors: attend.statistics(**tensors, mass_on=[0]).mass,
         lambda **tensors: attend.statistics(**tensors).entropy,
     ):
-        found = call(**x)
-        assert found.shape[0] == 3
-        torch.testing.assert_close(found, call(**wide), rtol=0, atol=0)
+        output = call(**x)
+        assert output.shape[0] == 3
+        torch.testing.assert_close(output, call(**wide), rtol=0, atol=0)
     explained = attend.explain(x["query"], x["key"], x["key"])
     assert explained.sizes["B"] == 3
     seen: list[tuple[int, int, int]] = []
@@ -62,9 +62,9 @@ def test_inspection_broadcasts_a_batch_of_one(shared: str) -> None:
 def test_linear_attention_broadcasts_a_batch_of_one() -> None:
     q, k, v = normal(3, 2, 9, 8), normal(1, 2, 9, 8, seed=1).requires_grad_(), normal(3, 2, 9, 8, seed=2)
     linear = rg.LinearAttention(mask=rg.causal())
-    found, wanted = linear(q, k, v), linear(q, k.repeat(3, 1, 1, 1), v)
-    torch.testing.assert_close(found, wanted, rtol=1e-12, atol=1e-12)
-    ours, theirs = (torch.autograd.grad(each.square().sum(), k)[0] for each in (found, wanted))
+    output, expected = linear(q, k, v), linear(q, k.repeat(3, 1, 1, 1), v)
+    torch.testing.assert_close(output, expected, rtol=1e-12, atol=1e-12)
+    ours, theirs = (torch.autograd.grad(each.square().sum(), k)[0] for each in (output, expected))
     torch.testing.assert_close(ours, theirs, rtol=1e-11, atol=1e-11)
     assert linear.step(q, k, v)[0].shape == (3, 2, 9, 8)
 

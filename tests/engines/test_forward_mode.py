@@ -167,15 +167,15 @@ def by_duals(call: Callable, tensors: Tensors, tangents: tuple[Tensor | None, ..
     """Return the results followed by their tangents."""
     with forward_ad.dual_level():
         pairs = zip(tensors, tangents, strict=True)
-        found = [
+        results = [
             forward_ad.unpack_dual(x) for x in call(*(x if t is None else forward_ad.make_dual(x, t) for x, t in pairs))
         ]
-        assert all(tangent is not None for _, tangent in found), "a tangent was dropped"
-        return [x for x, _ in found] + [tangent for _, tangent in found]
+        assert all(tangent is not None for _, tangent in results), "a tangent was dropped"
+        return [x for x, _ in results] + [tangent for _, tangent in results]
 
 
-def close(found: Any, expected: Any, tolerance: float = 1e-10) -> None:
-    for a, b in zip(found, expected, strict=True):
+def close(actual: Any, expected: Any, tolerance: float = 1e-10) -> None:
+    for a, b in zip(actual, expected, strict=True):
         torch.testing.assert_close(a, b, rtol=tolerance, atol=tolerance)
 
 
@@ -193,10 +193,10 @@ def test_every_description_has_the_tangents_of_the_definition(name: str, engine:
         duals = tuple(forward_ad.make_dual(x, t) for x, t in zip(tensors, tangents, strict=True))
         if not can(case, engine, duals):
             pytest.skip(f"{engine} does not take it")
-    expected, moved = torch.func.jvp(lambda *x: dense(case, *x), tensors, tangents)
-    found = by_duals(ours(case, engine), tensors, tangents)
-    close(found[:2], expected)
-    close(finite(found[2:]), finite(list(moved)))
+    expected, tangent = torch.func.jvp(lambda *x: dense(case, *x), tensors, tangents)
+    actual = by_duals(ours(case, engine), tensors, tangents)
+    close(actual[:2], expected)
+    close(finite(actual[2:]), finite(list(tangent)))
 
 
 @pytest.mark.parametrize("engine", NEEDED)
@@ -207,13 +207,13 @@ def test_any_subset_of_the_tensors_may_have_tangents(name: str, engine: str) -> 
     for n in range(len(tensors)):
         given = tuple(t if m == n else None for m, t in enumerate(tangents))
         zeros = tuple(t if m == n else torch.zeros_like(t) for m, t in enumerate(tangents))
-        _, moved = torch.func.jvp(lambda *x: dense(case, *x), tensors, zeros)
+        _, tangent = torch.func.jvp(lambda *x: dense(case, *x), tensors, zeros)
         with forward_ad.dual_level():
             duals = [x if t is None else forward_ad.make_dual(x, t) for x, t in zip(tensors, given, strict=True)]
             output, lse = (forward_ad.unpack_dual(x).tangent for x in ours(case, engine)(*duals))
         assert output is not None, "a tangent was dropped"
-        close([output], moved[:1])
-        close([torch.zeros_like(moved[1]) if lse is None else lse], moved[1:])
+        close([output], tangent[:1])
+        close([torch.zeros_like(tangent[1]) if lse is None else lse], tangent[1:])
 
 
 def test_a_tangent_is_the_limit_of_differences() -> None:
@@ -221,8 +221,8 @@ def test_a_tangent_is_the_limit_of_differences() -> None:
     tensors, tangents = tensors_of(case), tensors_of(case, seed=50)
     call, step = ours(case, "native" if not native.why_missing() else "tiled"), 1e-6
     ahead, behind = (call(*(x + s * t for x, t in zip(tensors, tangents, strict=True))) for s in (step, -step))
-    found = by_duals(call, tensors, tangents)[2:]
-    close(found, [(a - b) / (2 * step) for a, b in zip(ahead, behind, strict=True)], 1e-6)
+    actual = by_duals(call, tensors, tangents)[2:]
+    close(actual, [(a - b) / (2 * step) for a, b in zip(ahead, behind, strict=True)], 1e-6)
 
 
 @pytest.mark.parametrize("engine", ["native", "tiled"])
@@ -236,7 +236,7 @@ def test_tangents_equal_those_of_the_reference(engine: str, learned: bool, call:
         if False
         else [normal(*x.shape, seed=n) for n, x in enumerate(tensors)]
     )
-    found = []
+    outcomes = []
     with forward_ad.dual_level():
         own = {id(x): forward_ad.make_dual(x.detach(), normal(*x.shape, seed=9)) for x in call.learned}
         description = call.description
@@ -249,8 +249,8 @@ def test_tangents_equal_those_of_the_reference(engine: str, learned: bool, call:
         with torch.no_grad():
             for name in (engine, "reference"):
                 results = rg.attention(*duals, engine=name, return_lse=True, **description)
-                found.append([x for pair in map(forward_ad.unpack_dual, results) for x in pair])
-    (out, d_out, lse, d_lse), (out2, d_out2, lse2, d_lse2) = found
+                outcomes.append([x for pair in map(forward_ad.unpack_dual, results) for x in pair])
+    (out, d_out, lse, d_lse), (out2, d_out2, lse2, d_lse2) = outcomes
     assert d_out is not None, "a tangent was dropped"
     close((out, d_out, lse), (out2, d_out2, lse2))
     close(finite([torch.zeros_like(lse) if d_lse is None else d_lse]), finite([d_lse2]))
@@ -281,12 +281,12 @@ def test_many_steps_of_the_kernel_agree_with_the_reference(name: str, steep: flo
     shapes = (2, 4, 101, 6), (2, 2, 901, 6), (2, 2, 901, 5)
     tensors, tangents = (tuple(normal(*shape, seed=n + s) for n, shape in enumerate(shapes)) for s in (0, 9))
     tensors = (tensors[0], tensors[1] * torch.linspace(0.1, steep, 901, dtype=torch.float64)[:, None], tensors[2])
-    found = []
+    results = []
     for engine in ("native", "reference"):
         torch.manual_seed(0)
         call = lambda *x, engine=engine: rg.attention(*x, engine=engine, return_lse=True, **LONG[name])  # noqa: E731
-        found.append(by_duals(call, tensors, tangents))
-    close(*found)
+        results.append(by_duals(call, tensors, tangents))
+    close(*results)
 
 
 @pytest.mark.parametrize("dtype", [torch.float64, torch.float32])
@@ -299,10 +299,10 @@ def test_non_finite_numbers_reach_only_the_rows_that_see_them(which: int, moved:
     call = lambda *x: attend(*x, engine="native", return_lse=True)  # noqa: E731
     clean = by_duals(call, tuple(tensors), tuple(tangents))
     (tangents if moved else tensors)[which][0, :, 40, 3] = math.nan
-    found = by_duals(call, tuple(tensors), tuple(tangents))
+    actual = by_duals(call, tuple(tensors), tuple(tangents))
     rows = torch.zeros(70, dtype=torch.bool)
     rows[40 : 41 if which == 0 else 70] = True
-    for n, (a, b) in enumerate(zip(found, clean, strict=True)):
+    for n, (a, b) in enumerate(zip(actual, clean, strict=True)):
         torch.testing.assert_close(a[:, :, ~rows], b[:, :, ~rows])
         of_rows = a[:, :, rows]
         if n == 2 or not moved:
@@ -325,12 +325,12 @@ def test_tangents_of_any_strides(layout: str) -> None:
     "description", [{}, {"mask": rg.causal()}, {"bias": rg.shaw(normal(5, D, seed=1), normal(5, E, seed=2))}]
 )
 def test_dropout_drops_the_same_weights_from_the_tangent(engine: str, description: dict) -> None:
-    tensors, tangents, found = qkv(), qkv(50), []
+    tensors, tangents, results = qkv(), qkv(50), []
     for name in (engine, "reference"):
         torch.manual_seed(0)
         call = lambda *x, name=name: rg.attention(*x, engine=name, return_lse=True, dropout=0.3, **description)  # noqa: E731
-        found.append(by_duals(call, tensors, tangents))
-    close(*found)
+        results.append(by_duals(call, tensors, tangents))
+    close(*results)
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
@@ -338,20 +338,20 @@ def test_dropout_drops_the_same_weights_from_the_tangent(engine: str, descriptio
 def test_tangents_in_half_precision(engine: str, dtype: torch.dtype) -> None:
     case = CASES["causal"]
     tensors, tangents = (tuple(x.to(dtype) for x in qkv(seed)) for seed in (0, 50))
-    found = by_duals(ours(case, engine), tensors, tangents)
+    actual = by_duals(ours(case, engine), tensors, tangents)
     wide = tuple(tuple(x.double() for x in some) for some in (tensors, tangents))
-    results, moved = torch.func.jvp(lambda *x: dense(case, *x), *wide)
+    results, tangent = torch.func.jvp(lambda *x: dense(case, *x), *wide)
     tolerance = 2e-5 if dtype == torch.float32 else 16 * torch.finfo(dtype).eps
-    close([x.double() for x in found], [*results, *moved], tolerance)
-    assert [x.dtype for x in found] == 2 * [dtype, torch.float32]
+    close([x.double() for x in actual], [*results, *tangent], tolerance)
+    assert [x.dtype for x in actual] == 2 * [dtype, torch.float32]
 
 
 @pytest.mark.parametrize("axes", [2, 3])
 def test_tensors_of_fewer_axes(axes: int) -> None:
     tensors, tangents = (tuple(normal(*(2, 6, 4)[3 - axes :], seed=n + s) for n in range(3)) for s in (0, 9))
     plain = lambda q, k, v: (q @ k.mT / 2).softmax(-1) @ v  # noqa: E731
-    _, moved = torch.func.jvp(plain, tensors, tangents)
-    close(by_duals(lambda *x: (rg.attention(*x),), tensors, tangents)[1:], [moved])
+    _, tangent = torch.func.jvp(plain, tensors, tangents)
+    close(by_duals(lambda *x: (rg.attention(*x),), tensors, tangents)[1:], [tangent])
 
 
 def test_weights_have_tangents_and_other_inspections_raise() -> None:

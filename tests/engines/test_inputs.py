@@ -98,9 +98,9 @@ class Wrapper(Tensor):
 
     @staticmethod
     def __new__(cls, inner: Tensor) -> Wrapper:
-        made: Wrapper = Tensor._make_wrapper_subclass(cls, inner.shape, strides=inner.stride(), dtype=inner.dtype)
-        made.inner = inner
-        return made
+        wrapper: Wrapper = Tensor._make_wrapper_subclass(cls, inner.shape, strides=inner.stride(), dtype=inner.dtype)
+        wrapper.inner = inner
+        return wrapper
 
     @classmethod
     def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:  # type: ignore[override]
@@ -109,8 +109,8 @@ class Wrapper(Tensor):
         def unwrap(x: Any) -> Any:
             return x.inner if isinstance(x, Wrapper) else x
 
-        found = func(*tree_map(unwrap, args), **tree_map(unwrap, kwargs or {}))
-        return tree_map(lambda x: Wrapper(x) if isinstance(x, Tensor) else x, found)
+        result = func(*tree_map(unwrap, args), **tree_map(unwrap, kwargs or {}))
+        return tree_map(lambda x: Wrapper(x) if isinstance(x, Tensor) else x, result)
 
 
 def unwrap(tensor: Tensor) -> Tensor:
@@ -131,22 +131,22 @@ class Listing(TorchDispatchMode):
 @pytest.mark.parametrize(("score", "name"), CASES)
 def test_a_negated_view_is_read_with_its_sign(score: str, name: str, grad: bool) -> None:
     x = inputs()
-    wanted = dense(score, x)
+    expected = dense(score, x)
     given = x | {name: negated(x[name])}
     if grad:
         given["value"].requires_grad_()
-    found = attention(score, given)(given["query"], given["key"], given["value"], engine="native")
-    torch.testing.assert_close(found.detach(), wanted, rtol=1e-11, atol=1e-11)
+    output = attention(score, given)(given["query"], given["key"], given["value"], engine="native")
+    torch.testing.assert_close(output.detach(), expected, rtol=1e-11, atol=1e-11)
 
 
 def test_a_negated_gradient_is_read_with_its_sign() -> None:
     x, grad = inputs(), normal(B, H, N, D, seed=9)
-    found = []
+    results = []
     for each in (grad, negated(grad)):
         tensors = [x[name].clone().requires_grad_() for name in ("query", "key", "value", "bias")]
         output = rg.attention(*tensors[:3], bias=tensors[3], engine="native")
-        found.append(torch.autograd.grad(output, tensors, each))
-    for ours, theirs in zip(*found, strict=True):
+        results.append(torch.autograd.grad(output, tensors, each))
+    for ours, theirs in zip(*results, strict=True):
         torch.testing.assert_close(ours, theirs, rtol=0, atol=0)
 
 
@@ -160,19 +160,19 @@ def test_inspection_reads_negated_views(name: str) -> None:
         lambda attend, q, k: attend.map(q, k, size=(4, 4)),
         lambda attend, q, k: attend.statistics(q, k).entropy,
     ):
-        wanted = call(plain, x["query"], x["key"])
-        torch.testing.assert_close(call(viewed, given["query"], given["key"]), wanted, rtol=1e-11, atol=1e-11)
+        expected = call(plain, x["query"], x["key"])
+        torch.testing.assert_close(call(viewed, given["query"], given["key"]), expected, rtol=1e-11, atol=1e-11)
 
 
 @pytest.mark.parametrize("name", ["q", "k", "v", "gradient"])
 def test_linear_attention_reads_negated_views(name: str) -> None:
     x = dict(zip(("q", "k", "v", "gradient"), normal(4, B, H, N, D).unbind(), strict=True))
-    found = []
+    results = []
     for given in (x, x | {name: negated(x[name])}):
         tensors = [given[each].detach().requires_grad_() for each in "qkv"]
         output = rg.LinearAttention(mask=rg.causal())(*tensors)
-        found.append([output, *torch.autograd.grad(output, tensors, given["gradient"])])
-    for ours, theirs in zip(*found, strict=True):
+        results.append([output, *torch.autograd.grad(output, tensors, given["gradient"])])
+    for ours, theirs in zip(*results, strict=True):
         torch.testing.assert_close(ours, theirs, rtol=1e-10, atol=1e-10)
 
 
@@ -182,17 +182,17 @@ def test_zeros_without_storage_are_zeros(score: str, name: str) -> None:
     if name == "query" or (score == "cosine" and name == "key"):
         score = "dot"
     given = x | {name: torch._efficientzerotensor(x[name].shape, dtype=torch.float64)}
-    wanted = dense(score, x | {name: torch.zeros_like(x[name])})
-    found = attention(score, given)(given["query"], given["key"], given["value"], engine="native")
-    torch.testing.assert_close(found, wanted, rtol=1e-11, atol=1e-11)
+    expected = dense(score, x | {name: torch.zeros_like(x[name])})
+    output = attention(score, given)(given["query"], given["key"], given["value"], engine="native")
+    torch.testing.assert_close(output, expected, rtol=1e-11, atol=1e-11)
 
 
 def test_a_view_of_zeros_without_storage_is_zero() -> None:
     x = inputs()
     zeros = torch._efficientzerotensor((2, H, N, N), dtype=torch.float64)[1]
-    wanted = dense("dot", x | {"bias": torch.zeros_like(x["bias"])})
+    expected = dense("dot", x | {"bias": torch.zeros_like(x["bias"])})
     attend = attention("dot", x | {"bias": zeros})
-    torch.testing.assert_close(attend(x["query"], x["key"], x["value"], engine="native"), wanted)
+    torch.testing.assert_close(attend(x["query"], x["key"], x["value"], engine="native"), expected)
 
 
 @pytest.mark.parametrize(("score", "name"), CASES)
@@ -200,9 +200,9 @@ def test_a_wrapper_receives_the_operator(score: str, name: str) -> None:
     x = inputs()
     Wrapper.seen = []
     given = x | {name: Wrapper(x[name])}
-    found = attention(score, given)(given["query"], given["key"], given["value"], engine="native")
+    output = attention(score, given)(given["query"], given["key"], given["value"], engine="native")
     assert "regard.dot.default" in Wrapper.seen
-    torch.testing.assert_close(unwrap(found), dense(score, x), rtol=1e-11, atol=1e-11)
+    torch.testing.assert_close(unwrap(output), dense(score, x), rtol=1e-11, atol=1e-11)
 
 
 def test_a_wrapper_is_read_by_inspection_and_linear_attention() -> None:
@@ -212,8 +212,8 @@ def test_a_wrapper_is_read_by_inspection_and_linear_attention() -> None:
     plain, wrapped = rg.Attention(bias=x["bias"]), rg.Attention(bias=bias)
     torch.testing.assert_close(unwrap(wrapped.weights(query, x["key"])), plain.weights(x["query"], x["key"]))
     linear = rg.LinearAttention(mask=rg.causal())
-    wanted = linear(x["query"], x["key"], x["value"])
-    torch.testing.assert_close(unwrap(linear(query, x["key"], x["value"])), wanted)
+    expected = linear(x["query"], x["key"], x["value"])
+    torch.testing.assert_close(unwrap(linear(query, x["key"], x["value"])), expected)
 
 
 def freed(tensor: Tensor) -> Tensor:
@@ -234,8 +234,8 @@ def freed_view(tensor: Tensor) -> Tensor:
 def test_a_view_of_freed_memory_has_no_address() -> None:
     tensor = normal(3)
     assert data_address(tensor[1:]) == tensor.data_ptr() + 8
-    found = [data_address(free(tensor)) for free in (freed, freed_view)]  # pytest cannot print freed tensors
-    assert found == [0, 0]
+    addresses = [data_address(free(tensor)) for free in (freed, freed_view)]  # pytest cannot print freed tensors
+    assert addresses == [0, 0]
 
 
 # Without tensors that torch reads before the kernels do: torch does not check, and the process would crash.
@@ -302,31 +302,31 @@ def test_a_mode_sees_the_operator(backward_too: bool) -> None:
     x = inputs()
     tensors = [x[name].clone().requires_grad_(backward_too) for name in ("query", "key", "value")]
     with Listing() as listing:
-        found = rg.attention(*tensors, mask=rg.causal(), engine="native")
+        output = rg.attention(*tensors, mask=rg.causal(), engine="native")
         if backward_too:
-            found.sum().backward()
+            output.sum().backward()
     assert "regard.dot.default" in listing.seen
     assert ("regard.dot_backward.default" in listing.seen) is backward_too
-    torch.testing.assert_close(found.detach(), dense("plain", x), rtol=1e-11, atol=1e-11)
+    torch.testing.assert_close(output.detach(), dense("plain", x), rtol=1e-11, atol=1e-11)
 
 
 def test_a_mode_around_the_backward_pass_sees_it() -> None:
     x = inputs()
     query = x["query"].clone().requires_grad_()
-    found = [rg.attention(query, x["key"], x["value"], engine="native").sum() for _ in range(2)]
-    (wanted,) = torch.autograd.grad(found[0], query)
+    sums = [rg.attention(query, x["key"], x["value"], engine="native").sum() for _ in range(2)]
+    (expected,) = torch.autograd.grad(sums[0], query)
     with Listing() as listing:
-        (ours,) = torch.autograd.grad(found[1], query)
+        (ours,) = torch.autograd.grad(sums[1], query)
     assert "regard.dot_backward.default" in listing.seen
-    torch.testing.assert_close(ours, wanted, rtol=0, atol=0)
+    torch.testing.assert_close(ours, expected, rtol=0, atol=0)
 
 
 def test_results_are_the_same_where_operations_are_counted() -> None:
     x = inputs()
     with FlopCounterMode(display=False):
-        found = rg.attention(x["query"], x["key"], x["value"], mask=rg.causal())
+        output = rg.attention(x["query"], x["key"], x["value"], mask=rg.causal())
         linear = rg.LinearAttention(mask=rg.causal())(x["query"], x["key"], x["value"])
-    torch.testing.assert_close(found, dense("plain", x), rtol=1e-11, atol=1e-11)
+    torch.testing.assert_close(output, dense("plain", x), rtol=1e-11, atol=1e-11)
     assert not linear.isnan().any()
 
 
@@ -336,10 +336,10 @@ def test_the_default_device_is_not_that_of_the_call(device: str) -> None:
     mask = rg.causal() & rg.where(lambda b, h, i, j: (i + j) % 3 > -1)
     with torch.device(device):
         attend = rg.Attention(mask=mask, sink=-torch.inf)
-        found, lse = attend(x["query"], x["key"], x["value"], return_lse=True, engine="native")
+        output, lse = attend(x["query"], x["key"], x["value"], return_lse=True, engine="native")
         entropy = attend.statistics(x["query"], x["key"]).entropy
         rows = attend.weights(x["query"], x["key"], rows=[3, 9])
-    torch.testing.assert_close(found, dense("plain", x), rtol=1e-11, atol=1e-11)
+    torch.testing.assert_close(output, dense("plain", x), rtol=1e-11, atol=1e-11)
     for each in (lse, entropy, rows):
         assert each.device.type == "cpu"
         assert not each.isnan().any()
@@ -355,8 +355,8 @@ def test_a_tensor_of_the_description_on_another_device_is_an_error() -> None:
 def test_inference_tensors_are_read_in_place() -> None:
     with torch.inference_mode():
         x = inputs()
-        found = rg.attention(x["query"], x["key"], x["value"], mask=rg.causal(), engine="native")
-    torch.testing.assert_close(found, dense("plain", x), rtol=1e-11, atol=1e-11)
+        output = rg.attention(x["query"], x["key"], x["value"], mask=rg.causal(), engine="native")
+    torch.testing.assert_close(output, dense("plain", x), rtol=1e-11, atol=1e-11)
 
 
 def test_packed_weights_take_zeros_without_storage_and_negated_views() -> None:
@@ -381,8 +381,8 @@ def test_dtensors_are_left_to_torch_and_not_mixed_with_others(mesh: Any) -> None
     x = inputs()
     tensors = [x[name] for name in ("query", "key", "value")]
     sharded = [distribute_tensor(tensor, mesh) for tensor in tensors]
-    found = rg.attention(*sharded)
-    torch.testing.assert_close(found.full_tensor(), rg.attention(*tensors, engine="reference"))
+    output = rg.attention(*sharded)
+    torch.testing.assert_close(output.full_tensor(), rg.attention(*tensors, engine="reference"))
     with pytest.raises(ValueError, match="no rule for DTensor"):
         rg.attention(*sharded, engine="native")
     for description in ({"bias": distribute_tensor(x["bias"], mesh)}, {"sink": distribute_tensor(x["sink"], mesh)}):
@@ -396,6 +396,6 @@ class Marked(Tensor):
 
 def test_a_subclass_with_memory_stays_itself() -> None:
     x = inputs()
-    found = rg.attention(x["query"].as_subclass(Marked), x["key"], x["value"], mask=rg.causal(), engine="native")
-    assert type(found) is Marked
-    torch.testing.assert_close(found.as_subclass(Tensor), dense("plain", x), rtol=1e-11, atol=1e-11)
+    output = rg.attention(x["query"].as_subclass(Marked), x["key"], x["value"], mask=rg.causal(), engine="native")
+    assert type(output) is Marked
+    torch.testing.assert_close(output.as_subclass(Tensor), dense("plain", x), rtol=1e-11, atol=1e-11)

@@ -83,8 +83,8 @@ def test_random_calls_agree_with_the_dense_weights(call: Call, data: st.DataObje
         assert_exact(attend.map(call.query, call.key, size=size), F.adaptive_avg_pool2d(dense, size))
         seen = attend.weights(call.query, call.key, heads=heads, rows=rows, columns=columns)
         assert_exact(seen, dense[:, heads][:, :, rows][..., columns])
-        found = attend.statistics(call.query, call.key, mass_on=columns)
-        assert_exact(found.mass, dense[..., sorted(set(columns))].sum(-1))
+        statistics = attend.statistics(call.query, call.key, mass_on=columns)
+        assert_exact(statistics.mass, dense[..., sorted(set(columns))].sum(-1))
 
 
 @pytest.mark.parametrize("mask", MASKS.values(), ids=MASKS)
@@ -174,14 +174,14 @@ def test_statistics_hold_where_logits_rise_along_the_keys_and_repeat(rise: float
     dense = dense_weights(attend, query, key)
     places = torch.arange(1300.0, dtype=torch.float64)
     away = (places[-9:, None] - places).abs()
-    found = attend.statistics(query, key, top=top, mass_on=slice(3, 900))
-    assert_exact(found.entropy, torch.special.entr(dense).sum(-1))
-    assert_exact(found.distance, (dense * away).sum(-1))
-    assert_exact(found.mass, dense[..., 3:900].sum(-1))
+    statistics = attend.statistics(query, key, top=top, mass_on=slice(3, 900))
+    assert_exact(statistics.entropy, torch.special.entr(dense).sum(-1))
+    assert_exact(statistics.distance, (dense * away).sum(-1))
+    assert_exact(statistics.mass, dense[..., 3:900].sum(-1))
     largest = dense.topk(top).values
-    assert_exact(found.top_weights, largest)
-    assert_exact(dense.gather(-1, found.top_keys), largest)
-    assert (found.top_keys.sort(-1).values.diff() > 0).all()
+    assert_exact(statistics.top_weights, largest)
+    assert_exact(dense.gather(-1, statistics.top_keys), largest)
+    assert (statistics.top_keys.sort(-1).values.diff() > 0).all()
 
 
 @compiled

@@ -136,8 +136,8 @@ def test_sixteen_bit_inputs_are_summed_in_float32(dtype: torch.dtype) -> None:
     pairs = dtype == torch.bfloat16 and native.build_info()["instruction set"] == "avx512bf16"
     rounded = eps / 2 * (attend.weights(*exact[:2]) @ exact[2].abs()) if pairs else 0.0
     assert ((ours.double() - best.to(dtype).double()).abs() <= eps * best.abs() + 1e-6 + rounded).all()
-    for mine, theirs in zip(gradients(ours, inputs), gradients(best, exact), strict=True):
-        assert (mine.double() - theirs).abs().max() < 8 * torch.finfo(dtype).eps * theirs.abs().max()
+    for actual, theirs in zip(gradients(ours, inputs), gradients(best, exact), strict=True):
+        assert (actual.double() - theirs).abs().max() < 8 * torch.finfo(dtype).eps * theirs.abs().max()
 
 
 @pytest.mark.parametrize("engine", ["native", "sdpa"])
@@ -146,8 +146,8 @@ def test_a_bilinear_matrix_of_more_digits_than_the_call_keeps_them(engine: str) 
     query[...] = 1.0
     matrix = torch.tensor([[1.001, 0.0], [-1.0, 0.0]])  # the queries become (0.001, 0): rounded first, (0, 0)
     output = rg.attention(query, key * 1000, value, score=rg.Bilinear(matrix), engine=engine)
-    wanted = torch.softmax(key[..., 0].float(), -1).unsqueeze(-2) @ value.float()
-    torch.testing.assert_close(output.float(), wanted, rtol=0.02, atol=0.02)
+    expected = torch.softmax(key[..., 0].float(), -1).unsqueeze(-2) @ value.float()
+    torch.testing.assert_close(output.float(), expected, rtol=0.02, atol=0.02)
 
 
 @pytest.mark.parametrize("shape", [(1, 4, 512, 64), (2, 3, 100, 40), (1, 1, 2048, 128)])
@@ -157,8 +157,8 @@ def test_float32_is_within_twice_the_error_of_dense_torch(shape: tuple[int, ...]
     best = rg.attention(*exact, engine="reference")
     ours = rg.attention(*single, engine="native")
     dense = torch.softmax(single[0] @ single[1].mT / shape[-1] ** 0.5, -1) @ single[2]
-    wanted = [best, *gradients(best, exact)]
-    for a, b, c in zip([ours, *gradients(ours, single)], [dense, *gradients(dense, single)], wanted, strict=True):
+    expected = [best, *gradients(best, exact)]
+    for a, b, c in zip([ours, *gradients(ours, single)], [dense, *gradients(dense, single)], expected, strict=True):
         assert (a - c).abs().max() <= 2 * (b - c).abs().max() + 1e-7
 
 
@@ -179,12 +179,12 @@ def test_additive_scores_are_exact_for_queries_and_keys_of_any_size(size: float,
 def test_additive_float32_is_within_twice_the_error_of_dense_torch(size: float, apart: float) -> None:
     query, key, value, weight = (t.detach() for t in tensors((1, 2, 130, 64), (1, 2, 130, 64), (1, 2, 130, 64), (64,)))
     single = [t.float() for t in (query * size + apart, key * size - apart, value, weight / 8)]
-    found = []
+    results = []
     for inputs, engine in ((single, "native"), (single, "reference"), ([t.double() for t in single], "reference")):
         inputs = [t.clone().requires_grad_() for t in inputs]
         output = rg.attention(*inputs[:3], score=rg.Additive(inputs[3]), engine=engine)
-        found.append([output, *gradients(output, inputs)])
-    for n, (ours, dense, exact) in enumerate(zip(*found, strict=True)):
+        results.append([output, *gradients(output, inputs)])
+    for n, (ours, dense, exact) in enumerate(zip(*results, strict=True)):
         error, allowed = (ours - exact).abs().max(), (dense - exact).abs().max()
         rounding = torch.finfo(torch.float32).eps * exact.abs().max()
         # The gradients use weights recomputed from a rounded log-sum-exp, as for dot products.
@@ -210,14 +210,14 @@ def test_non_finite_numbers_reach_only_the_rows_that_see_them(mask: rg.Mask, sco
     with torch.no_grad():
         inputs[1][0, 0, 25, 3] = float("nan")
         inputs[2][0, 1, 29, 0] = float("inf")
-    found = []
+    results = []
     for engine in ("native", "reference"):
         output, lse = rg.attention(*inputs, mask=mask, score=score, engine=engine, return_lse=True)
-        found.append([output[:, :, :25], lse[:, :, :25], *(grad[:, :, :25] for grad in gradients(output, inputs))])
-    for ours, theirs in zip(*found, strict=True):
+        results.append([output[:, :, :25], lse[:, :, :25], *(grad[:, :, :25] for grad in gradients(output, inputs))])
+    for ours, theirs in zip(*results, strict=True):
         seen = theirs.isfinite()  # the reference gives NaN for more gradients than necessary
         torch.testing.assert_close(ours[seen], theirs[seen], rtol=1e-10, atol=1e-10, equal_nan=True)
-    assert found[0][0][:, :, :3].isfinite().all()
+    assert results[0][0][:, :, :3].isfinite().all()
 
 
 @pytest.mark.parametrize("mask", [rg.window(90, 0), rg.causal(), rg.window(40, 0) | rg.global_tokens([0])], ids=repr)
@@ -264,8 +264,8 @@ def test_the_largest_logit_of_a_row_may_be_anywhere(shape: str, mask: rg.Mask | 
 def test_values_however_small_are_weighed_where_all_logits_lie_below_zero() -> None:
     query, value = torch.full((1, 1, 40, 16), 2.2), 1e-30 * torch.rand(1, 1, 900, 8)
     output = rg.attention(query, -query[:, :, :1].expand(1, 1, 900, 16), value, engine="native")
-    wanted = value.double().mean(2, keepdim=True).expand(1, 1, 40, 8).float()
-    torch.testing.assert_close(output, wanted, rtol=1e-5, atol=0.0)
+    expected = value.double().mean(2, keepdim=True).expand(1, 1, 40, 8).float()
+    torch.testing.assert_close(output, expected, rtol=1e-5, atol=0.0)
 
 
 @pytest.mark.parametrize("keys", [3, 6, 9, 17])  # one panel of every instruction set, of which a half is hidden
@@ -366,8 +366,8 @@ def test_statistics_agree_with_those_of_the_tiles(name: str) -> None:
     problem = rg.Attention(**description).problem(query, key)  # type: ignore[arg-type]
     with torch.no_grad():
         ours, theirs = native.statistics(problem, query, key, 3), inspection.statistics(problem, query, key, 3)
-    for mine, other in zip(ours, theirs, strict=True):
-        torch.testing.assert_close(mine, other, rtol=1e-10, atol=1e-10)
+    for actual, other in zip(ours, theirs, strict=True):
+        torch.testing.assert_close(actual, other, rtol=1e-10, atol=1e-10)
 
 
 @pytest.mark.parametrize("logit", [-1e10, -1e31, -1e37])

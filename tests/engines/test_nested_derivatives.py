@@ -76,13 +76,13 @@ def test_a_loss_that_contains_a_jvp_has_gradients(name: str, engine: str | None,
         tensors = [x.requires_grad_() for x in tensors_of(case)]
         tangents = [x.requires_grad_() for x in tensors_of(case, seed=50)]
         if functional:
-            values, moved = torch.func.jvp(call, tuple(tensors), tuple(tangents))
-            loss = sum(x.sin().sum() for x in (*values, *moved))
+            values, tangent = torch.func.jvp(call, tuple(tensors), tuple(tangents))
+            loss = sum(x.sin().sum() for x in (*values, *tangent))
         else:
             with forward_ad.dual_level():
                 duals = [forward_ad.make_dual(x, t) for x, t in zip(tensors, tangents, strict=True)]
-                found = [x for pair in map(forward_ad.unpack_dual, call(*duals)) for x in pair]
-                loss = sum(x.sin().sum() for x in found)
+                actual = [x for pair in map(forward_ad.unpack_dual, call(*duals)) for x in pair]
+                loss = sum(x.sin().sum() for x in actual)
         results.append(torch.autograd.grad(loss, [*tensors, *tangents]))
     close(*results)
 
@@ -151,7 +151,7 @@ def test_a_gradient_of_a_loss_with_a_jvp_can_be_differentiated_again() -> None:
     results = []
     for call in (lambda q, k, v: (q @ k.mT / 2).softmax(-1) @ v, lambda *x: rg.attention(*x)):
         tensors, tangents = ([normal(6, 4, seed=n + s).requires_grad_() for n in range(3)] for s in (0, 9))
-        _, moved = torch.func.jvp(call, tuple(tensors), tuple(tangents))
-        grads = torch.autograd.grad(moved.sin().sum(), [*tensors, *tangents], create_graph=True)
+        _, tangent = torch.func.jvp(call, tuple(tensors), tuple(tangents))
+        grads = torch.autograd.grad(tangent.sin().sum(), [*tensors, *tangents], create_graph=True)
         results.append(torch.autograd.grad(sum(x.sin().sum() for x in grads), [*tensors, *tangents]))
     close(*results)

@@ -23,9 +23,9 @@ def random_problem(M, N, K, bias=True):
     return x, weight, torch.randn(N, generator=generator) if bias else None
 
 
-def error(found, x, weight, bias):
+def error(output, x, weight, bias):
     exact = F.linear(x.double(), weight.double(), None if bias is None else bias.double())
-    return (found - exact).abs().max() / exact.abs().max().clamp(min=1e-30)
+    return (output - exact).abs().max() / exact.abs().max().clamp(min=1e-30)
 
 
 @pytest.fixture
@@ -44,11 +44,11 @@ def test_the_kernel_agrees_with_float64_as_well_as_torch_does(M, N, K, threads, 
     before = torch.get_num_threads()
     torch.set_num_threads(threads)
     try:
-        found = project(x, PackedWeight.pack(weight), bias)
+        output = project(x, PackedWeight.pack(weight), bias)
     finally:
         torch.set_num_threads(before)
     assert len(calls) == 1
-    assert error(found, x, weight, bias) <= 2 * error(F.linear(x, weight, bias), x, weight, bias) + 5e-7
+    assert error(output, x, weight, bias) <= 2 * error(F.linear(x, weight, bias), x, weight, bias) + 5e-7
 
 
 @pytest.mark.parametrize(("N", "K"), SIZES)
@@ -80,9 +80,9 @@ def test_rows_of_a_weight_that_begin_anywhere(calls):
     x, weight, bias = random_problem(5, 80, 20)
     for taken in (weight, PackedWeight.pack(weight)):
         for first, last in ((0, 80), (0, 7), (16, 48), (32, 80), (5, 30), (33, 34), (79, 80), (40, 40)):
-            found = project(x, taken, bias, rows=(first, last))
-            assert found.shape == (5, last - first)
-            torch.testing.assert_close(found, F.linear(x, weight[first:last], bias[first:last]))
+            output = project(x, taken, bias, rows=(first, last))
+            assert output.shape == (5, last - first)
+            torch.testing.assert_close(output, F.linear(x, weight[first:last], bias[first:last]))
     assert len(calls) == 8
 
 
@@ -134,9 +134,9 @@ def test_other_dtypes_and_shapes_behave_as_in_torch():
             F.linear(given[0], packed, given[1])
     torch.testing.assert_close(F.linear(x, packed, bias[:1]), F.linear(x, weight, bias[:1]))
     with torch.autocast("cpu"):
-        found = F.linear(x, packed, bias)
-        assert found.dtype == torch.bfloat16
-        assert torch.equal(found, F.linear(x, weight, bias))
+        output = F.linear(x, packed, bias)
+        assert output.dtype == torch.bfloat16
+        assert torch.equal(output, F.linear(x, weight, bias))
 
 
 def both(weight):
@@ -147,13 +147,13 @@ def both(weight):
 
 def test_first_and_second_gradients():
     x, weight, bias = random_problem(3, 40, 20)
-    found = []
+    results = []
     for each in both(weight):
         given, added = x.clone().requires_grad_(), bias.clone().requires_grad_()
         first = torch.autograd.grad(F.linear(given, each, added).pow(3).sum(), (given, each, added), create_graph=True)
         second = torch.autograd.grad(sum(grad.square().sum() for grad in first), (given, each, added))
-        found.append((*first, *second))
-    for plain, packed in zip(*found, strict=True):
+        results.append((*first, *second))
+    for plain, packed in zip(*results, strict=True):
         torch.testing.assert_close(packed, plain)
     plain, packed = both(weight)
     for each in (plain, packed):
@@ -166,10 +166,10 @@ def test_tangents_of_input_and_bias():
     direction, packed = torch.randn(3, 20), PackedWeight.pack(weight)
     for mode in (torch.no_grad(), torch.enable_grad()):
         with mode, forward_ad.dual_level():
-            found = forward_ad.unpack_dual(F.linear(forward_ad.make_dual(x, direction), packed, bias))
-            torch.testing.assert_close(found.tangent, direction @ weight.T)
-            found = forward_ad.unpack_dual(F.linear(x, packed, forward_ad.make_dual(bias, bias)))
-            torch.testing.assert_close(found.tangent, bias.expand(3, 40))
+            tangents = forward_ad.unpack_dual(F.linear(forward_ad.make_dual(x, direction), packed, bias))
+            torch.testing.assert_close(tangents.tangent, direction @ weight.T)
+            tangents = forward_ad.unpack_dual(F.linear(x, packed, forward_ad.make_dual(bias, bias)))
+            torch.testing.assert_close(tangents.tangent, bias.expand(3, 40))
     _, tangent = torch.func.jvp(lambda x: project(x, packed, bias, rows=(5, 30)), (x,), (direction,))
     torch.testing.assert_close(tangent, direction @ weight[5:30].T)
 
@@ -198,8 +198,8 @@ def test_rows_are_looked_up(dtype):
             F.embedding(torch.tensor([wrong]), packed)
     with pytest.raises(RuntimeError, match="thaw"):
         F.embedding(ids, packed, max_norm=1.0)
-    found = [torch.autograd.grad(F.embedding(ids, each).pow(3).sum(), each)[0] for each in both(weight)]
-    assert torch.equal(*found)
+    grads = [torch.autograd.grad(F.embedding(ids, each).pow(3).sum(), each)[0] for each in both(weight)]
+    assert torch.equal(*grads)
 
 
 WRITES = {

@@ -81,11 +81,11 @@ def test_concurrent_calls_of_different_sizes_do_not_interfere() -> None:
         output = rg.attention(x, x, x, mask=rg.causal(), bias=rg.alibi(2), engine="native")
         return [output.detach(), torch.autograd.grad(output.sin().sum(), x)[0], *rg.Attention().statistics(x, x)[:-1]]
 
-    wanted, finished = [compute(x) for x in inputs], []
+    expected, finished = [compute(x) for x in inputs], []
 
     def work(n: int) -> None:
         for _ in range(8):
-            if not all(map(torch.equal, compute(inputs[n]), wanted[n])):
+            if not all(map(torch.equal, compute(inputs[n]), expected[n])):
                 wrong.append(str(sizes[n]))
         finished.append(n)
 

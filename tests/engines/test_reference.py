@@ -143,13 +143,13 @@ class TestARowThatMayAttendToNothing:
         weights = attend.weights(query, key)
         assert (weights[empty] == 0).all()
         torch.testing.assert_close(weights.sum(-1), (~empty).double())
-        found = attend.statistics(query, key, top=2)
-        assert (found.entropy[empty] == 0).all()
-        assert (found.distance[empty] == 0).all()
-        assert (found.max_logit[empty] == -INF).all()
-        assert (found.lse[empty] == -INF).all()
-        assert (found.top_keys[empty] == -1).all()
-        assert (found.top_weights[empty] == 0).all()
+        statistics = attend.statistics(query, key, top=2)
+        assert (statistics.entropy[empty] == 0).all()
+        assert (statistics.distance[empty] == 0).all()
+        assert (statistics.max_logit[empty] == -INF).all()
+        assert (statistics.lse[empty] == -INF).all()
+        assert (statistics.top_keys[empty] == -1).all()
+        assert (statistics.top_weights[empty] == 0).all()
 
 
 HIDDEN = {

@@ -55,10 +55,10 @@ def test_the_operator_is_registered_as_torch_wants_it() -> None:
 
 def test_many_python_threads_may_call_it() -> None:
     inputs = [t.detach() for t in tensors((1, 2, 100, 16), (1, 2, 100, 16), (1, 2, 100, 16))]
-    wanted, wrong = rg.attention(*inputs, engine="native"), []
+    expected, wrong = rg.attention(*inputs, engine="native"), []
 
     def work() -> None:
-        wrong.extend(1 for _ in range(30) if not torch.equal(rg.attention(*inputs, engine="native"), wanted))
+        wrong.extend(1 for _ in range(30) if not torch.equal(rg.attention(*inputs, engine="native"), expected))
 
     threads = [threading.Thread(target=work) for _ in range(4)]
     for thread in threads:

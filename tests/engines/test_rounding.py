@@ -138,8 +138,8 @@ def test_the_bound_holds_for_dense_torch_in_float32(call: Call, twice: bool) -> 
         assume(not isinstance(call.description.get("score"), rg.Additive | rg.Bilinear))
         assume("shaw" not in repr(call.description.get("bias")))
     with torch.no_grad():
-        found = dense(*tensors, call.description, Reader(torch.float32))
-    ours = Found(found.output, found.lse, [])
+        actual = dense(*tensors, call.description, Reader(torch.float32))
+    ours = Found(actual.output, actual.lse, [])
     within("output", ours.output, judged.output, judged.output_bound)
     within("lse", ours.lse.masked_fill(judged.lse.isneginf(), 0.0), judged.lse, judged.lse_bound)
 

@@ -30,8 +30,8 @@ def structures() -> dict[str, type]:
             fields[name] = []
         elif kind == "field":
             fields[[*fields][-1]].append((name, rest[0], int(rest[1])))
-    for name, made in fields.items():
-        own = [(field, types[kind] * count if count > 1 else types[kind]) for field, kind, count in made]
+    for name, structure in fields.items():
+        own = [(field, types[kind] * count if count > 1 else types[kind]) for field, kind, count in structure]
         types[name] = type(name, (ctypes.Structure,), {"_fields_": own})
     return types
 
@@ -73,13 +73,13 @@ OFFSET = np.zeros(1, np.int64)
 
 
 def problem(**changes: object) -> Problem:
-    made = Problem(
+    structure = Problem(
         1, 2, 1, Q, K, D, 3, 1, 1, 0, 0, 0.5, 0.0, 1.0, place(QUERY), place(KEY), place(VALUE), dropout_scale=1.0,
         kv_dtype=1,
     )  # fmt: skip
     for name, value in changes.items():
-        setattr(made, name, value)
-    return made
+        setattr(structure, name, value)
+    return structure
 
 
 def call(name: str, *arguments: ctypes.Structure | None) -> int:
@@ -93,18 +93,18 @@ def forward(given: Problem | None, result: Result | None = None) -> int:
 
 
 def gradient(**changes: Place) -> Gradient:
-    made = Gradient(out=place(OUT), lse=place(LSE), d_out=place(OUT))
-    made.d_q, made.d_k, made.d_v = map(place, ROOM)
+    structure = Gradient(out=place(OUT), lse=place(LSE), d_out=place(OUT))
+    structure.d_q, structure.d_k, structure.d_v = map(place, ROOM)
     for name, value in changes.items():
-        setattr(made, name, value)
-    return made
+        setattr(structure, name, value)
+    return structure
 
 
 def statistics(**changes: object) -> Statistics:
-    made = Statistics(*(place(LSE) for _ in range(4)))
+    structure = Statistics(*(place(LSE) for _ in range(4)))
     for name, value in changes.items():
-        setattr(made, name, value)
-    return made
+        setattr(structure, name, value)
+    return structure
 
 
 def inspection_problem(**changes: object) -> Problem:
@@ -163,8 +163,8 @@ def test_inspection_rejects_invalid_columns_and_sizes() -> None:
         ([0, 1, 4, 6], 4, OK), ([0, 1, 4, 7], 4, BAD_ARGUMENT), ([0, 4, 4, 6], 4, BAD_ARGUMENT),
         ([-1, 1, 4, 6], 4, BAD_ARGUMENT), ([0, 1, 4, 6], -1, BAD_ARGUMENT),
     ):  # fmt: skip
-        wanted = np.array(columns, np.int64)
-        assert call("regard_dot_weights", inspection_problem(), Columns(out, wanted.ctypes.data, count)) == status
+        indices = np.array(columns, np.int64)
+        assert call("regard_dot_weights", inspection_problem(), Columns(out, indices.ctypes.data, count)) == status
     assert call("regard_dot_weights", inspection_problem(), Columns(out, None, 4)) == BAD_ARGUMENT
     assert call("regard_dot_weights", inspection_problem(), None) == BAD_ARGUMENT
     for rows, columns, status in ((3, 4, OK), (0, 4, BAD_ARGUMENT), (3, -4, BAD_ARGUMENT), (2**40, 4, TOO_LARGE)):
@@ -323,8 +323,8 @@ def test_strides_may_be_negative_or_zero() -> None:
     given = problem(H=1, K=9, q=place(same), k=place(backwards[0]), v=place(backwards[1]))
     assert forward(given, Result(place(out[:, :, ::-1]))) == OK
     tensors = (torch.from_numpy(array.copy()) for array in (same, *backwards))
-    wanted = rg.attention(*tensors, score=rg.Dot(scale=0.5), engine="reference")
-    np.testing.assert_allclose(out, wanted.numpy(), rtol=1e-12, atol=1e-12)
+    expected = rg.attention(*tensors, score=rg.Dot(scale=0.5), engine="reference")
+    np.testing.assert_allclose(out, expected.numpy(), rtol=1e-12, atol=1e-12)
 
 
 @pytest.mark.parametrize("far", [2**63 - 1, -(2**63), 2**40, -(2**40)])
@@ -387,11 +387,11 @@ def test_any_width_agrees_with_the_reference(width: int) -> None:
     q, k, v = (torch.randn(1, 2, n, width, generator=generator, dtype=torch.float64) for n in (30, 40, 40))
     for rows in (30, 1):
         q = q[:, :, :rows].requires_grad_()
-        found = []
+        results = []
         for engine in ("native", "reference"):
             output = rg.attention(q, k, v[..., :-1], mask=rg.causal(), engine=engine)
-            found.append((output, torch.autograd.grad(output.sin().sum(), q)[0]))
-        for ours, theirs in zip(*found, strict=True):
+            results.append((output, torch.autograd.grad(output.sin().sum(), q)[0]))
+        for ours, theirs in zip(*results, strict=True):
             torch.testing.assert_close(ours, theirs, rtol=1e-11, atol=1e-11)
 
 

@@ -57,8 +57,8 @@ def test_bad_numbers_reach_what_they_should(bad: float, mask: str, size: tuple[i
         output = rg.attention(*inputs, engine="sdpa", **description)
         expected = rg.attention(*inputs, engine="reference", **description)
     torch.testing.assert_close(output, expected, equal_nan=True)
-    found, wanted = results(inputs, "sdpa", **description), results(inputs, "tiled", **description)
-    torch.testing.assert_close(found, wanted, rtol=1e-4, atol=1e-4, equal_nan=True)
+    actual, right = results(inputs, "sdpa", **description), results(inputs, "tiled", **description)
+    torch.testing.assert_close(actual, right, rtol=1e-4, atol=1e-4, equal_nan=True)
 
 
 @pytest.mark.parametrize("size", [(6, 6), (22, 22), (530, 530), (3, 1030)])
@@ -66,9 +66,9 @@ def test_a_masked_key_whose_product_overflows_reaches_nothing(size: tuple[int, i
     query, key, value = inputs = tensors(*size)
     key[:, :, -1] = LARGE
     hidden = {"mask": rg.padding([size[1] - 1] * 2)}
-    found, wanted = results(inputs, "sdpa", **hidden), results([query, key[:, :, :-1], value[:, :, :-1]], "reference")
-    torch.testing.assert_close(found[:2], wanted[:2], rtol=1e-4, atol=1e-4)
-    for grad, other in zip(found[2:], wanted[2:], strict=True):
+    actual, right = results(inputs, "sdpa", **hidden), results([query, key[:, :, :-1], value[:, :, :-1]], "reference")
+    torch.testing.assert_close(actual[:2], right[:2], rtol=1e-4, atol=1e-4)
+    for grad, other in zip(actual[2:], right[2:], strict=True):
         torch.testing.assert_close(grad[:, :, :-1], other, rtol=1e-4, atol=1e-4)
         assert not grad[:, :, -1].any()
     if size[0] == size[1]:
@@ -83,8 +83,8 @@ def test_a_bias_of_nan_gives_nan(keys: int) -> None:
     bias = torch.zeros(4, keys)
     bias[2] = math.nan
     bias[3] = -math.inf
-    found, expected = (results([query, key, value], engine, bias=bias) for engine in ("sdpa", "reference"))
-    torch.testing.assert_close(found, expected, equal_nan=True)
+    actual, expected = (results([query, key, value], engine, bias=bias) for engine in ("sdpa", "reference"))
+    torch.testing.assert_close(actual, expected, equal_nan=True)
 
 
 @pytest.mark.parametrize("large", [1e30, 3e38])
@@ -116,18 +116,18 @@ def test_the_same_without_reading_numbers(monkeypatch: pytest.MonkeyPatch, mask:
         key[:, :, 4 if where == "one key" else slice(None), 2] = math.nan
     description = {"mask": MASKS[mask], "bias": bias}
     with torch.no_grad():
-        found = rg.attention(query, key, value, engine="sdpa", **description)
+        output = rg.attention(query, key, value, engine="sdpa", **description)
         expected = rg.attention(query, key, value, engine="reference", **description)
-    torch.testing.assert_close(found, expected, equal_nan=True)
+    torch.testing.assert_close(output, expected, equal_nan=True)
 
 
 def test_a_masked_key_that_overflows_reaches_nothing_without_reading_numbers(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(sdpa, "_may_read", lambda problem: False)
     query, key, value = tensors(6, 6)
     key[:, :, 5] = LARGE
-    found = rg.attention(query, key, value, mask=rg.causal(), engine="sdpa")
+    output = rg.attention(query, key, value, mask=rg.causal(), engine="sdpa")
     expected = rg.attention(query, key, value, mask=rg.causal(), engine="reference")
-    torch.testing.assert_close(found[:, :, :5], expected[:, :, :5])
+    torch.testing.assert_close(output[:, :, :5], expected[:, :, :5])
 
 
 def test_a_query_of_nan_gives_nan_on_sdpa() -> None:
@@ -145,7 +145,7 @@ def test_a_masked_key_whose_product_overflows_reaches_nothing_on_sdpa() -> None:
     output = rg.attention(query, key, value, mask=rg.padding([5, 5]), engine="sdpa")
     expected = dense(query[:, :, :], key[:, :, :5], value[:, :, :5], torch.ones(5, dtype=torch.bool))
     torch.testing.assert_close(output, expected.float())
-    for grad, wanted in zip(
+    for grad, other in zip(
         torch.autograd.grad(output.sum(), tensors), torch.autograd.grad(expected.sum(), tensors), strict=True
     ):
-        torch.testing.assert_close(grad, wanted)
+        torch.testing.assert_close(grad, other)

@@ -61,9 +61,9 @@ def test_second_derivatives_equal_those_of_the_reference(engine: str, function: 
     tensors = [x.detach().clone().requires_grad_() for x in (call.query, call.key, call.value)]
     assume(not ENGINES[engine].why_not(rg.Attention(**call.description).problem(*tensors)))
     tensors += [x.requires_grad_() for x in call.learned if x.is_leaf]
-    found, expected = (function(tensors, name, call.description) for name in (engine, "reference"))
+    actual, expected = (function(tensors, name, call.description) for name in (engine, "reference"))
     assert all(x.isfinite().all() for x in expected)
-    for one, other in zip(found, expected, strict=True):
+    for one, other in zip(actual, expected, strict=True):
         scale = 1 + other.abs().amax() if other.numel() else 1
         torch.testing.assert_close(one / scale, other / scale, rtol=0, atol=1e-10)
 

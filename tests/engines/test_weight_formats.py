@@ -35,11 +35,11 @@ def packed(weight, format):
     return PackedWeight.pack(with_minimum(weight) if format == "int4_minimum" else weight, format)
 
 
-def group_error(weight, found):
+def group_error(weight, quantized):
     """The largest error of each group, in units of its largest number."""
     K = weight.shape[1]
     errors, sizes = (
-        F.pad(x.abs(), (0, -K % GROUP)).unflatten(1, (-1, GROUP)).amax(-1) for x in (found - weight, weight)
+        F.pad(x.abs(), (0, -K % GROUP)).unflatten(1, (-1, GROUP)).amax(-1) for x in (quantized - weight, weight)
     )
     return (errors / sizes.clamp(min=1e-30)).max().item()
 
@@ -85,12 +85,12 @@ def test_products_are_those_of_the_rounded_weight(M, N, K, format, bias, threads
     try:
         x, weight, b = random(M, K, seed=seed), packed(random(N, K, seed=seed + 1), format), random(N) if bias else None
         with torch.no_grad():
-            found = F.linear(x, weight, b)
+            output = F.linear(x, weight, b)
         plain = weight.unpack().double()
         exact = F.linear(x.double(), plain, None if b is None else b.double())
         # The sum of a row has the rounding of its terms, and at most 256 of them are added up in one sum.
         sizes = F.linear(x.double().abs(), plain.abs(), None if b is None else b.double().abs())
-        assert ((found - exact).abs() <= (min(K, 256) / 4 + 8) * 2**-24 * sizes + 1e-30).all()
+        assert ((output - exact).abs() <= (min(K, 256) / 4 + 8) * 2**-24 * sizes + 1e-30).all()
     finally:
         torch.set_num_threads(before)
 
@@ -116,10 +116,10 @@ def test_nan_and_infinity_spread_as_in_torch(format):
             x = random(rows, 64, seed=3)
             x[rows // 2, 5] = value
             with torch.no_grad():
-                found, expected = F.linear(x, weight), F.linear(x, weight.unpack())
-            assert torch.equal(found.isfinite(), expected.isfinite())
-            assert torch.equal(found.isnan(), expected.isnan())
-            assert torch.equal(found == value, expected == value)
+                output, expected = F.linear(x, weight), F.linear(x, weight.unpack())
+            assert torch.equal(output.isfinite(), expected.isfinite())
+            assert torch.equal(output.isnan(), expected.isnan())
+            assert torch.equal(output == value, expected == value)
 
 
 @needs_kernels
@@ -159,7 +159,7 @@ def test_gradients_are_those_of_the_rounded_weight():
 @pytest.mark.parametrize("K", [64, 70])
 def test_weights_of_sixteen_steps_are_found_again(K):
     weight = with_minimum(random(8, K)).dequantize()
-    found = quantize(weight, "int4")
-    assert found.format == "int4_minimum"
-    assert (found.dequantize() - weight).abs().max() < 1e-3
+    quantized = quantize(weight, "int4")
+    assert quantized.format == "int4_minimum"
+    assert (quantized.dequantize() - weight).abs().max() < 1e-3
     assert quantize(random(8, K), "int4").format == "int4"

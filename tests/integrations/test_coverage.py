@@ -106,9 +106,9 @@ def test_parts_that_cannot_run_regard_are_reported_and_warned_about(
     assert warnings[0].startswith(start)
     assert f"({kind} {reason}" in warnings[0]
     assert "eager" not in warnings[0]
-    found = coverage(model, **inputs)
-    outside = [*found.missed, *(part for part in found.uncalled if family is got_ocr2 and "vision" in part.name)]
-    assert len(found.covered) == covered
+    report = coverage(model, **inputs)
+    outside = [*report.missed, *(part for part in report.uncalled if family is got_ocr2 and "vision" in part.name)]
+    assert len(report.covered) == covered
     assert [part.kind for part in outside] == [kind] * missed
     assert all(reason in part.reason for part in outside if part.reason)
     if covered:  # the results equal those of eager attention
@@ -126,10 +126,10 @@ def test_fully_covered_models_print_no_warning(name: str, warnings: list[str]) -
     assert not before.covered
     assert {part.reason for part in before.missed} == {"is set to attn_implementation='eager'"}
     model.set_attn_implementation("regard")
-    found = coverage(model, **inputs)
-    assert found.parts == found.covered
-    assert len(found.parts) == len(before.parts) >= 2
-    assert all(part.calls == part.computed == 1 for part in found.parts)
+    report = coverage(model, **inputs)
+    assert report.parts == report.covered
+    assert len(report.parts) == len(before.parts) >= 2
+    assert all(part.calls == part.computed == 1 for part in report.parts)
     assert not warnings
 
 
@@ -137,9 +137,9 @@ def test_fully_covered_models_print_no_warning(name: str, warnings: list[str]) -
 def test_models_with_custom_attention_have_no_covered_part(name: str) -> None:
     model, inputs = build(name)
     other = type(model)._from_config(model.config, attn_implementation="regard")
-    found = coverage(other, **inputs)
-    assert not found.covered
-    assert found.missed
+    report = coverage(other, **inputs)
+    assert not report.covered
+    assert report.missed
 
 
 def test_the_warning_is_printed_once_and_by_set_attn_implementation(warnings: list[str]) -> None:
@@ -189,9 +189,9 @@ def test_parts_built_from_a_copy_of_the_configuration_are_set(family: Any, warni
         model.set_attn_implementation("regard")
         ours = model(**inputs).logits
     torch.testing.assert_close(ours, expected, atol=1e-4, rtol=1e-4)
-    found = coverage(model, **inputs)
-    assert not found.missed, str(found)
-    assert any("decoder" in part.name for part in found.covered)
+    report = coverage(model, **inputs)
+    assert not report.missed, str(report)
+    assert any("decoder" in part.name for part in report.covered)
     assert not warnings
     model.set_attn_implementation("sdpa")
     assert not coverage(model, **inputs).covered  # and back
@@ -267,13 +267,13 @@ class OwnModel(PreTrainedModel):
 
 def test_calls_are_counted_and_attention_outside_attention_modules_is_found() -> None:
     model = OwnModel._from_config(hf.BertConfig(), attn_implementation="regard").train()
-    found = {part.name: part for part in coverage(model, x=torch.randn(2, 5, 8), itself=True).parts}
-    assert found.keys() == {"first", "second", "unused", "pool", "deformable.attention"}
-    assert (found["first"].calls, found["first"].computed, found["first"].reason) == (1, 1, None)
-    assert (found["second"].calls, found["second"].computed) == (2, 1)
-    assert found["second"].reason == "used regard in 1 of 2 calls"
-    assert found["unused"].reason == "not called with these inputs"
-    assert found["pool"].reason == ITSELF
+    parts = {part.name: part for part in coverage(model, x=torch.randn(2, 5, 8), itself=True).parts}
+    assert parts.keys() == {"first", "second", "unused", "pool", "deformable.attention"}
+    assert (parts["first"].calls, parts["first"].computed, parts["first"].reason) == (1, 1, None)
+    assert (parts["second"].calls, parts["second"].computed) == (2, 1)
+    assert parts["second"].reason == "used regard in 1 of 2 calls"
+    assert parts["unused"].reason == "not called with these inputs"
+    assert parts["pool"].reason == ITSELF
     assert model.training
     assert model.dropout.training
     assert not any(module._forward_hooks or module._forward_pre_hooks for module in model.modules())
@@ -291,9 +291,9 @@ def test_a_failing_pass_restores_the_state() -> None:
 
 def test_equal_modules_are_printed_on_one_line() -> None:
     cls, config, inputs = sam()
-    found = coverage(cls._from_config(config, attn_implementation="regard"), **inputs)
-    assert isinstance(found, Coverage)
-    lines = str(found).splitlines()
+    report = coverage(cls._from_config(config, attn_implementation="regard"), **inputs)
+    assert isinstance(report, Coverage)
+    lines = str(report).splitlines()
     assert lines[0] == "SamModel: regard computed the attention of 4 of 6 modules"
     assert len(lines) == 6
     assert lines[-1].startswith("  other   vision_encoder.layers.*.attn (SamVisionSdpaAttention, 2 modules): computes")

@@ -30,14 +30,14 @@ MODULES: dict[str, dict[str, Any]] = {
 
 def module(heads: int = H, **options: Any) -> nn.MultiheadAttention:
     torch.manual_seed(0)
-    made = nn.MultiheadAttention(E, heads, **options)
-    for parameter in made.parameters():
+    theirs = nn.MultiheadAttention(E, heads, **options)
+    for parameter in theirs.parameters():
         nn.init.normal_(parameter, std=0.3)
-    return made
+    return theirs
 
 
-def both(made: nn.Module) -> tuple[Any, Any]:
-    return made, replace(copy.deepcopy(made))
+def both(theirs: nn.Module) -> tuple[Any, Any]:
+    return theirs, replace(copy.deepcopy(theirs))
 
 
 def report_of(model: nn.Module) -> Report:
@@ -46,12 +46,12 @@ def report_of(model: nn.Module) -> Report:
     return reports[0]
 
 
-def inputs(made: nn.MultiheadAttention, batched: bool = True) -> list[Tensor]:
+def inputs(theirs: nn.MultiheadAttention, batched: bool = True) -> list[Tensor]:
     torch.manual_seed(1)
-    tensors = [torch.randn(n, B, width) for n, width in ((Q, E), (K, made.kdim), (K, made.vdim))]
+    tensors = [torch.randn(n, B, width) for n, width in ((Q, E), (K, theirs.kdim), (K, theirs.vdim))]
     if not batched:
         return [tensor[:, 0] for tensor in tensors]
-    return [tensor.transpose(0, 1) if made.batch_first else tensor for tensor in tensors]
+    return [tensor.transpose(0, 1) if theirs.batch_first else tensor for tensor in tensors]
 
 
 def masks(name: str, heads: int, batched: bool = True) -> dict[str, Tensor]:
@@ -88,14 +88,14 @@ MASKS = [
 @pytest.mark.parametrize("mask", MASKS)
 @pytest.mark.parametrize("kind", MODULES)
 def test_output_and_weights_are_those_of_torch(kind: str, mask: str) -> None:
-    made, ours = both(module(**MODULES[kind]).eval())
+    theirs, ours = both(module(**MODULES[kind]).eval())
     for batched in (True, False):
-        x, given = inputs(made, batched), masks(mask, made.num_heads, batched)
-        expected, weights = made(*x, **given, average_attn_weights=False)
-        output, found = ours(*x, **given, average_attn_weights=False)
+        x, given = inputs(theirs, batched), masks(mask, theirs.num_heads, batched)
+        expected, weights = theirs(*x, **given, average_attn_weights=False)
+        output, all_weights = ours(*x, **given, average_attn_weights=False)
         torch.testing.assert_close(output, expected, atol=1e-5, rtol=1e-5)
-        torch.testing.assert_close(found, weights, atol=1e-5, rtol=1e-5)
-        torch.testing.assert_close(ours(*x, **given)[1], made(*x, **given)[1], atol=1e-5, rtol=1e-5)
+        torch.testing.assert_close(all_weights, weights, atol=1e-5, rtol=1e-5)
+        torch.testing.assert_close(ours(*x, **given)[1], theirs(*x, **given)[1], atol=1e-5, rtol=1e-5)
         without, nothing = ours(*x, **given, need_weights=False)
         torch.testing.assert_close(without, expected, atol=1e-5, rtol=1e-5)
         assert nothing is None
@@ -105,57 +105,57 @@ def test_output_and_weights_are_those_of_torch(kind: str, mask: str) -> None:
 @pytest.mark.parametrize("mask", ["none", "adds and forbids", "both", "both added"])
 @pytest.mark.parametrize("kind", ["plain", "other widths", "both more keys"])
 def test_gradients_are_those_of_torch(kind: str, mask: str) -> None:
-    made, ours = both(module(**MODULES[kind]).double())
-    x = [tensor.double() for tensor in inputs(made)]
-    given = {name: t.double() if t.is_floating_point() else t for name, t in masks(mask, made.num_heads).items()}
-    found = []
-    for one in (made, ours):
+    theirs, ours = both(module(**MODULES[kind]).double())
+    x = [tensor.double() for tensor in inputs(theirs)]
+    given = {name: t.double() if t.is_floating_point() else t for name, t in masks(mask, theirs.num_heads).items()}
+    results = []
+    for one in (theirs, ours):
         leaves = [tensor.clone().requires_grad_() for tensor in x]
         extra = {name: tensor.clone().requires_grad_() for name, tensor in given.items() if tensor.is_floating_point()}
         one(*leaves, **(given | extra), need_weights=False)[0].square().sum().backward()
         grads = [parameter.grad for parameter in one.parameters()] + [tensor.grad for tensor in leaves]
-        found.append([*grads, *(tensor.grad.nan_to_num() for tensor in extra.values())])
-    for grad, expected in zip(*reversed(found), strict=True):
+        results.append([*grads, *(tensor.grad.nan_to_num() for tensor in extra.values())])
+    for grad, expected in zip(*reversed(results), strict=True):
         torch.testing.assert_close(grad, expected, atol=1e-10, rtol=1e-10)
 
 
 def test_the_causal_hint_equals_the_causal_mask() -> None:
-    made, ours = both(module(batch_first=True).eval())
+    theirs, ours = both(module(batch_first=True).eval())
     x = torch.randn(B, Q, E)
     mask = nn.Transformer.generate_square_subsequent_mask(Q)
     padded = torch.arange(Q) >= torch.tensor([Q, 5, 2])[:, None]
     for forbids in (mask, mask != 0):
-        expected = made(x, x, x, attn_mask=forbids)[0]
+        expected = theirs(x, x, x, attn_mask=forbids)[0]
         for hint in (False, True):
             for weights in (False, True):
-                got = ours(x, x, x, attn_mask=forbids, is_causal=hint, need_weights=weights)[0]
-                torch.testing.assert_close(got, expected, atol=1e-5, rtol=1e-5)
-        expected = made(x, x, x, attn_mask=forbids, key_padding_mask=padded.to(forbids), is_causal=True)[0]
+                output = ours(x, x, x, attn_mask=forbids, is_causal=hint, need_weights=weights)[0]
+                torch.testing.assert_close(output, expected, atol=1e-5, rtol=1e-5)
+        expected = theirs(x, x, x, attn_mask=forbids, key_padding_mask=padded.to(forbids), is_causal=True)[0]
         if forbids.dtype == torch.bool:
-            got = ours(x, x, x, attn_mask=forbids, key_padding_mask=padded, is_causal=True)[0]
-            torch.testing.assert_close(got, expected, atol=1e-5, rtol=1e-5)
+            output = ours(x, x, x, attn_mask=forbids, key_padding_mask=padded, is_causal=True)[0]
+            torch.testing.assert_close(output, expected, atol=1e-5, rtol=1e-5)
 
 
 @pytest.mark.parametrize("kind", ["learned key", "zero key", "both more keys"])
 def test_additional_keys_are_visible_with_the_causal_hint(kind: str) -> None:
-    made, ours = both(module(**MODULES[kind]).eval())
+    theirs, ours = both(module(**MODULES[kind]).eval())
     x = torch.randn(Q, Q, E)
     mask = torch.ones(Q, Q, dtype=torch.bool).triu(1)
-    expected = made(x, x, x, attn_mask=mask)[0]  # torch fails here without weights and with the hint
-    got = ours(x, x, x, attn_mask=mask, is_causal=True, need_weights=False)[0]
-    torch.testing.assert_close(got, expected, atol=1e-5, rtol=1e-5)
+    expected = theirs(x, x, x, attn_mask=mask)[0]  # torch fails here without weights and with the hint
+    output = ours(x, x, x, attn_mask=mask, is_causal=True, need_weights=False)[0]
+    torch.testing.assert_close(output, expected, atol=1e-5, rtol=1e-5)
 
 
 def test_a_query_without_visible_keys_returns_the_output_bias() -> None:
-    made, ours = both(module(batch_first=True).eval())
+    theirs, ours = both(module(batch_first=True).eval())
     x = torch.randn(2, Q, E)
     padded = torch.zeros(2, Q, dtype=torch.bool)
     padded[0] = True
-    assert made(x, x, x, key_padding_mask=padded, need_weights=True)[0][0].isnan().all()
+    assert theirs(x, x, x, key_padding_mask=padded, need_weights=True)[0][0].isnan().all()
     output, weights = ours(x, x, x, key_padding_mask=padded)
-    torch.testing.assert_close(output[0], made.out_proj.bias.expand(Q, E))
+    torch.testing.assert_close(output[0], theirs.out_proj.bias.expand(Q, E))
     assert (weights[0] == 0).all()
-    torch.testing.assert_close(output[1], made(x, x, x)[0][1], atol=1e-5, rtol=1e-5)
+    torch.testing.assert_close(output[1], theirs(x, x, x)[0][1], atol=1e-5, rtol=1e-5)
 
 
 def test_dropout_is_active_in_training_only_and_reproducible() -> None:
@@ -172,19 +172,19 @@ def test_dropout_is_active_in_training_only_and_reproducible() -> None:
 
 
 def test_parameters_keys_and_hooks_are_kept() -> None:
-    made = nn.TransformerEncoder(nn.TransformerEncoderLayer(E, H, 16, batch_first=True), 2)
-    parameters, keys = dict(made.named_parameters()), list(made.state_dict())
+    theirs = nn.TransformerEncoder(nn.TransformerEncoderLayer(E, H, 16, batch_first=True), 2)
+    parameters, keys = dict(theirs.named_parameters()), list(theirs.state_dict())
     calls = []
-    made.layers[0].self_attn.register_forward_hook(lambda *_: calls.append(1))
-    original = copy.deepcopy(made)
-    report = report_of(made)
+    theirs.layers[0].self_attn.register_forward_hook(lambda *_: calls.append(1))
+    original = copy.deepcopy(theirs)
+    report = report_of(theirs)
     assert report.replaced == ("layers.0.self_attn", "layers.1.self_attn")
     assert str(report) == "replaced 2 nn.MultiheadAttention: layers.0.self_attn, layers.1.self_attn"
-    assert list(made.state_dict()) == keys
-    assert all(parameter is parameters[name] for name, parameter in made.named_parameters())
-    original.load_state_dict(made.state_dict())
-    made.load_state_dict(original.state_dict())
-    made(torch.randn(B, Q, E))
+    assert list(theirs.state_dict()) == keys
+    assert all(parameter is parameters[name] for name, parameter in theirs.named_parameters())
+    original.load_state_dict(theirs.state_dict())
+    theirs.load_state_dict(original.state_dict())
+    theirs(torch.randn(B, Q, E))
     assert calls == [1]
 
 
@@ -242,24 +242,24 @@ def calls_of(model: nn.Module) -> list[int]:
 def test_an_encoder_in_eval_does_not_bypass_the_module(mask: str, norm_first: bool) -> None:
     torch.manual_seed(0)
     layer = nn.TransformerEncoderLayer(E, H, 16, batch_first=True, norm_first=norm_first)
-    made, ours = both(nn.TransformerEncoder(layer, 2, enable_nested_tensor=not norm_first).eval())
+    theirs, ours = both(nn.TransformerEncoder(layer, 2, enable_nested_tensor=not norm_first).eval())
     calls = calls_of(ours)
     x, padded = torch.randn(B, Q, E), torch.arange(Q) >= torch.tensor([Q, 5, 2])[:, None]
     given: dict[str, Tensor] = {"src_key_padding_mask": padded} if mask in ("padding", "both") else {}
     if mask in ("causal", "both"):
         given["mask"] = torch.ones(Q, Q, dtype=torch.bool).triu(1)
     with torch.no_grad():  # torch converts padded inputs to nested tensors here
-        torch.testing.assert_close(ours(x, **given), made(x, **given), atol=1e-5, rtol=1e-5)
+        torch.testing.assert_close(ours(x, **given), theirs(x, **given), atol=1e-5, rtol=1e-5)
     assert len(calls) == 2
-    torch.testing.assert_close(ours(x, **given), made(x, **given), atol=1e-5, rtol=1e-5)
+    torch.testing.assert_close(ours(x, **given), theirs(x, **given), atol=1e-5, rtol=1e-5)
     assert len(calls) == 4
 
 
 @pytest.mark.parametrize("batch_first", [False, True])
 def test_a_transformer_runs_unchanged(batch_first: bool) -> None:
     torch.manual_seed(0)
-    made, ours = both(nn.Transformer(E, H, 2, 2, 16, batch_first=batch_first).eval())
-    assert len(report_of(copy.deepcopy(made)).replaced) == 6
+    theirs, ours = both(nn.Transformer(E, H, 2, 2, 16, batch_first=batch_first).eval())
+    assert len(report_of(copy.deepcopy(theirs)).replaced) == 6
     source, target = torch.randn(K, B, E), torch.randn(Q, B, E)
     if batch_first:
         source, target = source.transpose(0, 1), target.transpose(0, 1)
@@ -269,18 +269,18 @@ def test_a_transformer_runs_unchanged(batch_first: bool) -> None:
         "src_key_padding_mask": padded, "memory_key_padding_mask": padded,
     }  # fmt: skip
     with torch.no_grad():
-        torch.testing.assert_close(ours(source, target, **given), made(source, target, **given), atol=1e-5, rtol=1e-5)
-    made.train(), ours.train()
-    for part in (made, ours):
+        torch.testing.assert_close(ours(source, target, **given), theirs(source, target, **given), atol=1e-5, rtol=1e-5)
+    theirs.train(), ours.train()
+    for part in (theirs, ours):
         for inner in part.modules():
             if isinstance(inner, nn.Dropout):
                 inner.p = 0.0
             if isinstance(inner, nn.MultiheadAttention):
                 inner.dropout = 0.0
-    for one in (made, ours):
+    for one in (theirs, ours):
         one(source, target, **given).square().sum().backward()
-    for got, expected in zip(ours.parameters(), made.parameters(), strict=True):
-        torch.testing.assert_close(got.grad, expected.grad, atol=1e-3, rtol=1e-4)
+    for actual, expected in zip(ours.parameters(), theirs.parameters(), strict=True):
+        torch.testing.assert_close(actual.grad, expected.grad, atol=1e-3, rtol=1e-4)
 
 
 def test_nested_tensors_without_masks() -> None:
@@ -288,8 +288,8 @@ def test_nested_tensors_without_masks() -> None:
     rows = [torch.randn(5, E), torch.randn(2, E)]
     x = torch.nested.as_nested_tensor(rows)
     with torch.no_grad():
-        for got, row in zip(ours(x, x, x, need_weights=False)[0].unbind(), rows, strict=True):
-            torch.testing.assert_close(got, ours(row, row, row)[0], atol=1e-5, rtol=1e-5)
+        for output, row in zip(ours(x, x, x, need_weights=False)[0].unbind(), rows, strict=True):
+            torch.testing.assert_close(output, ours(row, row, row)[0], atol=1e-5, rtol=1e-5)
     with pytest.raises(ValueError, match="to_padded_tensor"):
         ours(x, torch.nested.as_nested_tensor(rows), x)
     with pytest.raises(ValueError, match="key_padding_mask"):
@@ -320,8 +320,11 @@ def test_it_compiles_to_one_graph() -> None:
     compiled = torch.compile(ours, fullgraph=True, backend="aot_eager")
     for given in ({}, {"key_padding_mask": padded}, {"attn_mask": torch.randn(Q, Q)}):
         with torch.no_grad():
-            got, expected = compiled(x, x, x, need_weights=False, **given), ours(x, x, x, need_weights=False, **given)
-        torch.testing.assert_close(got[0], expected[0], atol=1e-5, rtol=1e-5)
+            output, expected = (
+                compiled(x, x, x, need_weights=False, **given),
+                ours(x, x, x, need_weights=False, **given),
+            )
+        torch.testing.assert_close(output[0], expected[0], atol=1e-5, rtol=1e-5)
 
 
 def test_jit_tracing_raises() -> None:
@@ -332,10 +335,10 @@ def test_jit_tracing_raises() -> None:
 
 
 def test_an_edited_mask_is_read_again() -> None:
-    made, ours = both(module(batch_first=True).eval())
+    theirs, ours = both(module(batch_first=True).eval())
     x, mask = torch.randn(B, Q, E), torch.zeros(Q, Q, dtype=torch.bool)
     for _ in range(3):
-        torch.testing.assert_close(ours(x, x, x, attn_mask=mask)[0], made(x, x, x, attn_mask=mask)[0])
+        torch.testing.assert_close(ours(x, x, x, attn_mask=mask)[0], theirs(x, x, x, attn_mask=mask)[0])
         mask[:, torch.randint(1, Q, ())] = True
     with torch.inference_mode():
         mask = torch.zeros(Q, Q, dtype=torch.bool)

@@ -31,20 +31,20 @@ def enabled() -> None:
 @pytest.fixture
 def calls(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[dict]]:
     """The arguments of every attention call."""
-    made: list[dict] = []
+    calls: list[dict] = []
 
     def noting(*args: Any, **kwargs: Any) -> Any:
-        made.append({"mask": args[4], **kwargs})
+        calls.append({"mask": args[4], **kwargs})
         return attend(*args, **kwargs)
 
     hf.AttentionInterface.register("regard", noting)
-    yield made
+    yield calls
     hf.AttentionInterface.register("regard", attend)
 
 
 def differences(ours: Any, expected: Any, real: Tensor | None) -> dict[str, float]:
     """The largest difference of each tensor output at real tokens."""
-    found = {}
+    errors = {}
     for name, value in expected.items():
         pairs = zip(ours[name], value, strict=True) if isinstance(value, tuple) else [(ours[name], value)]
         for a, b in pairs:
@@ -55,8 +55,8 @@ def differences(ours: Any, expected: Any, real: Tensor | None) -> dict[str, floa
             apart = apart.transpose(1, 2) if "attentions" in name else apart
             if real is not None and apart.shape[:2] == real.shape:
                 apart = apart[real.bool()]
-            found[name] = max(found.get(name, 0.0), apart.max().item())
-    return found
+            errors[name] = max(errors.get(name, 0.0), apart.max().item())
+    return errors
 
 
 def real_tokens(name: str, inputs: dict[str, Tensor]) -> Tensor | None:
@@ -73,9 +73,9 @@ def test_logits_hidden_states_and_attentions_are_those_of_eager(name: str, calls
         ours = model(**inputs, **options)
         plain = model(**inputs)
     assert len(calls) >= 4
-    found = differences(ours, expected, real_tokens(name, inputs))
-    assert max(found.values()) < 1e-4, found
-    assert any("attentions" in key for key in found)
+    actual = differences(ours, expected, real_tokens(name, inputs))
+    assert max(actual.values()) < 1e-4, actual
+    assert any("attentions" in key for key in actual)
     first = next(iter(expected))
     torch.testing.assert_close(plain[first], ours[first], atol=1e-4, rtol=1e-4)
 
@@ -194,14 +194,14 @@ def test_checkpointed_layers_give_the_same_gradients(reentrant: bool) -> None:
     model.set_attn_implementation("regard")
     model.train()
     model.enable_input_require_grads()
-    weight, found = model.model.layers[0].self_attn.q_proj.weight, []
+    weight, grads = model.model.layers[0].self_attn.q_proj.weight, []
     for again in (False, True):
         if again:
             model.gradient_checkpointing_enable({"use_reentrant": reentrant})
         weight.grad = None
         model(**inputs, use_cache=False).logits.square().sum().backward()
-        found.append(weight.grad.clone())
-    assert torch.equal(*found)
+        grads.append(weight.grad.clone())
+    assert torch.equal(*grads)
 
 
 @pytest.mark.parametrize("name", ["bert", "gpt2", "t5", "llama"])
@@ -396,9 +396,9 @@ def test_families_with_unusual_calls_match_eager(family: Any, calls: list[dict])
         model.set_attn_implementation("regard")
         ours = model(**inputs, output_attentions=True)
     assert calls
-    found, wanted = (torch.utils._pytree.tree_flatten_with_path(dict(output))[0] for output in (ours, expected))
-    assert len(found) == len(wanted) > 2
-    for (path, a), (_, b) in zip(found, wanted, strict=True):
+    actual, right = (torch.utils._pytree.tree_flatten_with_path(dict(output))[0] for output in (ours, expected))
+    assert len(actual) == len(right) > 2
+    for (path, a), (_, b) in zip(actual, right, strict=True):
         if isinstance(b, Tensor):  # the rest is a cache
             assert a.shape == b.shape, path
             apart = (a - b).abs().transpose(1, -2 if "attentions" in str(path) else 1)

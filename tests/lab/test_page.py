@@ -71,22 +71,22 @@ def test_texts_are_escaped(few: list[Result]) -> None:
 
 
 def test_a_notebook_holds_formula_code_and_picture(few: list[Result]) -> None:
-    made = json.loads(notebook(few, "zh"))
-    code = [cell for cell in made["cells"] if cell["cell_type"] == "code"]
+    cells = json.loads(notebook(few, "zh"))
+    code = [cell for cell in cells["cells"] if cell["cell_type"] == "code"]
     assert len(code) == len(FEW)
     for cell, result in zip(code, few, strict=True):
         compile("".join(cell["source"]), "cell", "exec")
         assert result.claim.measure.__name__ in "".join(cell["source"])
         assert "image/png" in cell["outputs"][1]["data"]
-    markdown = "".join(line for cell in made["cells"] if cell["cell_type"] == "markdown" for line in cell["source"])
+    markdown = "".join(line for cell in cells["cells"] if cell["cell_type"] == "markdown" for line in cell["source"])
     assert all(f"$${result.claim.formula}$$" in markdown for result in few)
     assert "点积的方差等于维度 d" in markdown
 
 
 def test_a_notebook_cell_runs_unchanged(few: list[Result]) -> None:
-    made = json.loads(notebook(few[3:], "en"))
+    cells = json.loads(notebook(few[3:], "en"))
     space: dict = {}
-    exec("".join(next(cell for cell in made["cells"] if cell["cell_type"] == "code")["source"]), space)
+    exec("".join(next(cell for cell in cells["cells"] if cell["cell_type"] == "code")["source"]), space)
     assert space["findings"] == few[3].findings
 
 

@@ -47,7 +47,7 @@ def test_lengths_around_the_chunks_make_no_difference(features, length):
 def test_any_shape_equals_the_definition(B, G, R, Q, K, D, E, features, masked, seed):
     q, k, v = draw(B, G * R, G, Q, K, D, E, seed=seed)
     lengths = torch.randint(0, K + 1, (B,), generator=torch.Generator().manual_seed(seed))
-    parts = [part for part, wanted in zip((causal(), padding(lengths)), masked, strict=True) if wanted]
+    parts = [part for part, chosen in zip((causal(), padding(lengths)), masked, strict=True) if chosen]
     mask = None if not parts else parts[0] if len(parts) == 1 else parts[0] & parts[1]
     out = LinearAttention(features, mask)(q, k, v)
     torch.testing.assert_close(out, naive(features, mask, q, k, v), rtol=0, atol=1e-12)

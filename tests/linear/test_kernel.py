@@ -19,14 +19,14 @@ def both_ways(monkeypatch, attend, inputs):
     calls = []
     forward = native.linear_forward
     monkeypatch.setattr(native, "linear_forward", lambda *given: calls.append(1) or forward(*given))
-    found = []
+    results = []
     for reason in ("", "not now"):
         monkeypatch.setattr(native, "why_missing", lambda reason=reason: reason)
         leaves = [x.detach().requires_grad_() for x in inputs]
         output = attend(*leaves)
-        found.append([output, *torch.autograd.grad(output.sin().sum(), leaves)])
+        results.append([output, *torch.autograd.grad(output.sin().sum(), leaves)])
     assert len(calls) == 1
-    return found
+    return results
 
 
 @compiled
@@ -70,7 +70,7 @@ def test_the_kernel_is_as_near_to_float64_as_torch(monkeypatch, features, dtype)
 def test_the_kernel_is_bitwise_reproducible(features):
     inputs = [x.requires_grad_() for x in draw(1, 2, 1, 1100, 1100, 9, 7)]
     spoiled = [torch.full_like(x, math.nan).requires_grad_() for x in inputs]
-    attend, before, found = LinearAttention(features, causal()), torch.get_num_threads(), []
+    attend, before, outcomes = LinearAttention(features, causal()), torch.get_num_threads(), []
 
     def results(inputs):
         output = attend(*inputs)
@@ -82,11 +82,11 @@ def test_the_kernel_is_bitwise_reproducible(features):
             first = results(inputs)
             results(spoiled)
             assert all(torch.equal(a, b) for a, b in zip(first, results(inputs), strict=True))
-            found.append(first)
+            outcomes.append(first)
     finally:
         torch.set_num_threads(before)
-    for other in found[1:]:
-        for a, b in zip(found[0], other, strict=True):
+    for other in outcomes[1:]:
+        for a, b in zip(outcomes[0], other, strict=True):
             torch.testing.assert_close(a, b, rtol=1e-11, atol=1e-11)
 
 

@@ -105,13 +105,13 @@ def test_nan_reaches_no_earlier_token_and_none_after_a_reset(function, decay, be
             continue
         dirty = [None if x is None else x.clone() for x in clean]
         dirty[index][:, :, at] = bad
-        found = []
+        results = []
         for inputs in (clean, dirty):
             leaves = [None if x is None else x.clone().requires_grad_() for x in inputs]
             output = function(*leaves)[0][:, :, visible]
             # The gradient of the query at a token depends on earlier keys and values only.
-            found.append([output, torch.autograd.grad(output.sum(), leaves[0])[0][:, :, visible]])
-        for a, b in zip(*found, strict=True):
+            results.append([output, torch.autograd.grad(output.sum(), leaves[0])[0][:, :, visible]])
+        for a, b in zip(*results, strict=True):
             torch.testing.assert_close(a, b, rtol=0, atol=1e-12)
 
 
@@ -250,15 +250,15 @@ def test_tensors_of_two_and_three_axes_and_shared_gates():
 def test_results_do_not_depend_on_threads_or_layout(beta):
     inputs = draw_recurrence(1, 130, 12, 70, (1, 1, 1), "head", beta, dtype=torch.float32)
     apart = [x.transpose(1, 2).contiguous().transpose(1, 2) if x is not None and x.dim() == 4 else x for x in inputs]
-    before, found = torch.get_num_threads(), []
+    before, outcomes = torch.get_num_threads(), []
     try:
         for threads in (1, 2, 3):
             torch.set_num_threads(threads)
-            found += [results(run_recurrence, inputs), results(run_recurrence, apart)]
+            outcomes += [results(run_recurrence, inputs), results(run_recurrence, apart)]
     finally:
         torch.set_num_threads(before)
-    for other in found[1:]:
-        assert all(torch.equal(a, b) for a, b in zip(found[0], other, strict=True))
+    for other in outcomes[1:]:
+        assert all(torch.equal(a, b) for a, b in zip(outcomes[0], other, strict=True))
 
 
 def test_transforms_and_compilation_use_torch():

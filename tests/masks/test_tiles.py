@@ -68,14 +68,14 @@ def bits_of(mask: rg.Mask, frame: Frame) -> Tensor:
 def visit_counts(table: Tiles) -> np.ndarray:
     """Count how often each tile is visited as partial and as full: (B, H, tile rows, tile columns, 2)."""
     frame, (down, across) = table.frame, table.grid
-    found = np.zeros((frame.B, frame.H, down, across, 2), int)
+    counts = np.zeros((frame.B, frame.H, down, across, 2), int)
     for b in range(frame.B):
         for h in range(frame.H):
             for r in range(down):
                 for start, stop, full in table.runs(b, h, r):
                     assert 0 <= start < stop <= across
-                    found[b, h, r, start:stop, int(full)] += 1
-    return found
+                    counts[b, h, r, start:stop, int(full)] += 1
+    return counts
 
 
 def truth(mask: rg.Mask, frame: Frame, size: tuple[int, int]) -> tuple[np.ndarray, np.ndarray]:

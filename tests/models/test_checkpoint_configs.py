@@ -242,19 +242,19 @@ KNOWN: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {  # content of config
 
 @pytest.mark.parametrize("name", KNOWN)
 def test_well_known_configurations_are_read_correctly(name: str) -> None:
-    said, expected = KNOWN[name]
-    family = family_of(said["model_type"])
+    written, expected = KNOWN[name]
+    family = family_of(written["model_type"])
     assert family is not None
-    config = family.config_of(said)
+    config = family.config_of(written)
     assert {key: getattr(config, key) for key in expected} == expected
 
 
 @pytest.mark.parametrize("name", KNOWN)
 def test_well_known_configurations_survive_a_round_trip(name: str) -> None:
-    said, _ = KNOWN[name]
-    family = family_of(said["model_type"])
+    written, _ = KNOWN[name]
+    family = family_of(written["model_type"])
     assert family is not None
-    config = family.config_of(said)
+    config = family.config_of(written)
     for architecture in family.architectures.values():
         assert family.why_not(config, architecture) is None
         with torch.device("meta"):

@@ -189,11 +189,11 @@ def test_detr_with_the_names_of_timm_loads(tmp_path: Path) -> None:
 def test_rotary_settings_are_read_under_older_names(tmp_path: Path) -> None:
     t.save_their_model("llama-yarn", tmp_path)
     expected = rg.load(tmp_path)
-    said = json.loads((tmp_path / "config.json").read_text())
-    scaling = said.pop("rope_parameters")
+    config = json.loads((tmp_path / "config.json").read_text())
+    scaling = config.pop("rope_parameters")
     base = scaling.pop("rope_theta")
     scaling["type"] = scaling.pop("rope_type")
-    (tmp_path / "config.json").write_text(json.dumps(said | {"rope_theta": base, "rope_scaling": scaling}))
+    (tmp_path / "config.json").write_text(json.dumps(config | {"rope_theta": base, "rope_scaling": scaling}))
     assert rg.load(tmp_path).config == expected.config
 
 

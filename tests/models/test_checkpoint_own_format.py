@@ -45,8 +45,8 @@ OWN: list[tuple[nn.Module, str]] = [
 @pytest.mark.parametrize(("model", "name"), OWN, ids=[f"{name}{n}" for n, (_, name) in enumerate(OWN)])
 def test_own_format_round_trip(model: Any, name: str, tmp_path: Path) -> None:
     rg.save(model, tmp_path)
-    said = json.loads((tmp_path / "config.json").read_text())
-    assert (said["model_type"], said["architectures"]) == ("regard", [name])
+    config = json.loads((tmp_path / "config.json").read_text())
+    assert (config["model_type"], config["architectures"]) == ("regard", [name])
     again = rg.load(tmp_path)
     assert type(again) is type(model)
     assert again.config == model.config

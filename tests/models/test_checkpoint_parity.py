@@ -64,10 +64,10 @@ def test_a_loaded_model_matches_the_outputs_of_transformers(name: str, folder: A
 @torch.no_grad()
 @pytest.mark.parametrize("name", ["llama-dynamic", "phi3-long"])
 def test_dynamic_scaling_of_a_padded_row_matches_transformers_on_that_row_alone(name: str, folder: Any) -> None:
-    found, other = rg.load(folder(name))(t.IDS, t.LEFT), t.their_model(name)
+    ours, other = rg.load(folder(name))(t.IDS, t.LEFT), t.their_model(name)
     for row in t.LEFT.sum(1).argsort():  # the shortest first: theirs keeps the longest length so far
         mask = t.LEFT[row]
-        close(found[row][mask], other(input_ids=t.IDS[row][mask][None]).logits[0])
+        close(ours[row][mask], other(input_ids=t.IDS[row][mask][None]).logits[0])
 
 
 def hidden_states(name: str, seen: t.Recording, outputs: Any) -> tuple[list[Tensor], list[Tensor]]:
@@ -105,8 +105,8 @@ def attentions(name: str, seen: t.Recording, outputs: Any) -> tuple[list[Tensor]
 def test_transformers_reads_saved_models_and_computes_the_same(name: str, folder: Any, tmp_path: Path) -> None:
     model = rg.load(folder(name))
     rg.save(model, tmp_path)
-    said = json.loads((tmp_path / "config.json").read_text())
-    (written,) = said["architectures"]
+    config = json.loads((tmp_path / "config.json").read_text())
+    (written,) = config["architectures"]
     assert written == ("BertForMaskedLM" if name == "bert-pretraining" else t.CASES[name].architecture)
     other, report = getattr(transformers, written).from_pretrained(
         tmp_path, attn_implementation="eager", output_loading_info=True
@@ -128,23 +128,23 @@ def test_transformers_reads_saved_models_and_computes_the_same(name: str, folder
 def test_greedy_generation_of_language_models_matches_transformers(name: str, folder: Any) -> None:
     model = rg.load(folder(name))
     prompts = [row[mask] for row, mask in zip(t.IDS, t.LEFT, strict=True)]
-    found = model.generate(prompts, max_new_tokens=12)
+    generated = model.generate(prompts, max_new_tokens=12)
     expected = t.their_model(name).generate(
         t.IDS, attention_mask=t.LEFT.long(), max_new_tokens=12, do_sample=False, pad_token_id=0, eos_token_id=None
     )
-    assert [row.tolist() for row in found] == expected[:, t.IDS.shape[1] :].tolist()
+    assert [row.tolist() for row in generated] == expected[:, t.IDS.shape[1] :].tolist()
 
 
 @pytest.mark.parametrize("name", t.PAIRS)
 def test_greedy_generation_of_encoder_decoders_matches_transformers(name: str, folder: Any) -> None:
     model = rg.load(folder(name))
-    found = model.generate(t.IDS, t.RIGHT, max_new_tokens=10)
+    generated = model.generate(t.IDS, t.RIGHT, max_new_tokens=10)
     expected = t.their_model(name).generate(
         t.IDS, attention_mask=t.RIGHT.long(), max_new_tokens=10, do_sample=False, num_beams=1,
         use_cache=False,  # their cache counts encoder layers
     )  # fmt: skip
     ends = [[*row.tolist(), model.config.stop] for row in expected[:, 1:]]
-    assert [row.tolist() for row in found] == [row[: row.index(model.config.stop)] for row in ends]
+    assert [row.tolist() for row in generated] == [row[: row.index(model.config.stop)] for row in ends]
 
 
 def test_the_first_token_of_a_target_is_loaded_saved_and_chosen(folder: Any, tmp_path: Path) -> None:
@@ -156,14 +156,14 @@ def test_the_first_token_of_a_target_is_loaded_saved_and_chosen(folder: Any, tmp
     assert json.loads((tmp_path / "ours" / "generation_config.json").read_text())["forced_bos_token_id"] == 7
     model = rg.load(tmp_path / "ours")
     for language, prompt in ((7, None), (9, (9,))):
-        found = model.generate(t.IDS, t.RIGHT, max_new_tokens=9, prompt=prompt)
+        generated = model.generate(t.IDS, t.RIGHT, max_new_tokens=9, prompt=prompt)
         expected = other.generate(
             t.IDS, attention_mask=t.RIGHT.long(), max_new_tokens=10, do_sample=False, num_beams=1, use_cache=False,
             forced_bos_token_id=language,
         )  # fmt: skip
         assert expected[:, 1].tolist() == [language] * len(expected)
         ends = [[*row.tolist(), model.config.stop] for row in expected[:, 2:]]
-        assert [row.tolist() for row in found] == [row[: row.index(model.config.stop)] for row in ends]
+        assert [row.tolist() for row in generated] == [row[: row.index(model.config.stop)] for row in ends]
 
 
 def test_suppressed_tokens_are_loaded_and_saved(folder: Any, tmp_path: Path) -> None:
@@ -187,15 +187,15 @@ def test_gradients_match_transformers(name: str, folder: Any) -> None:
     expected = {key: parameter.grad for key, parameter in other.named_parameters() if parameter.grad is not None}
     family = family_of(model.origin["model_type"])
     assert family is not None
-    parameters, found = dict(model.named_parameters()), {}
+    parameters, grads = dict(model.named_parameters()), {}
     for move in tensor_mappings(model, family.architectures[t.CASES[name].architecture].rules(model.config)):
-        found |= dict(move.split(parameters[move.ours].grad))
-    found.pop("final_logits_bias", None)  # a buffer there
-    assert found.keys() == expected.keys()
+        grads |= dict(move.split(parameters[move.ours].grad))
+    grads.pop("final_logits_bias", None)  # a buffer there
+    assert grads.keys() == expected.keys()
     most = max(float(gradient.abs().max()) for gradient in expected.values())
     for key, gradient in expected.items():
         size = max(float(gradient.abs().max()), 1e-3 * most)  # the gradient of a key bias is rounding error
-        assert float((found[key] - gradient).abs().max()) <= 1e-4 * size, key
+        assert float((grads[key] - gradient).abs().max()) <= 1e-4 * size, key
 
 
 def loss(name: str, logits: Tensor) -> Tensor:
@@ -237,22 +237,22 @@ def test_whisper_generation_matches_transformers(folder: Any) -> None:
     expected = transformers.GenerationMixin.generate(
         other, input_features=t.FEATURES.mT, generation_config=settings, max_new_tokens=12, do_sample=False
     )
-    found = model.generate(t.FEATURES, max_new_tokens=12)
+    generated = model.generate(t.FEATURES, max_new_tokens=12)
     rows = [[*row.tolist(), model.config.stop] for row in expected[:, 1:]]
-    assert [row.tolist() for row in found] == [row[: row.index(model.config.stop)] for row in rows]
+    assert [row.tolist() for row in generated] == [row[: row.index(model.config.stop)] for row in rows]
     assert model.config.suppress_tokens == (7, 8)
     assert model.config.begin_suppress_tokens == (5, 98)
-    assert not any(token in (7, 8) for row in found for token in row.tolist())
+    assert not any(token in (7, 8) for row in generated for token in row.tolist())
 
 
 def test_whisper_continues_a_prompt(folder: Any) -> None:
     model, other = rg.load(folder("whisper")), t.their_model("whisper")
-    found = model.generate(t.FEATURES[:1], max_new_tokens=8, prompt=(11, 12))[0].tolist()
-    ids = torch.tensor([[model.config.start, 11, 12, *found[:-1]]])
+    generated = model.generate(t.FEATURES[:1], max_new_tokens=8, prompt=(11, 12))[0].tolist()
+    ids = torch.tensor([[model.config.start, 11, 12, *generated[:-1]]])
     with torch.no_grad():
         logits = other(input_features=t.FEATURES[:1].mT, decoder_input_ids=ids).logits[0, 2:]
     logits[:, [7, 8]] = logits[0, [5, 98]] = -torch.inf
-    assert found == logits.argmax(-1).tolist()
+    assert generated == logits.argmax(-1).tolist()
 
 
 def test_whisper_ignores_masked_frames(folder: Any) -> None:

@@ -102,6 +102,6 @@ def test_configuration_values_without_counterpart_are_kept(tmp_path: Path) -> No
     t.save_their_model("bert-sequence", tmp_path)
     edit(tmp_path, id2label={str(n): f"kind {n}" for n in range(5)}, classifier_dropout=0.3)
     rg.save(rg.load(tmp_path), tmp_path / "again")
-    said = json.loads((tmp_path / "again" / "config.json").read_text())
-    assert said["id2label"]["4"] == "kind 4"
-    assert said["classifier_dropout"] == 0.3
+    config = json.loads((tmp_path / "again" / "config.json").read_text())
+    assert config["id2label"]["4"] == "kind 4"
+    assert config["classifier_dropout"] == 0.3

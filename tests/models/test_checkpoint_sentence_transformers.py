@@ -56,8 +56,8 @@ def sentences() -> list[str]:
     if not path.exists():
         return [f"{subject} {end}" for subject in SUBJECTS for end in ENDS]
     with lzma.open(path, "rt", encoding="utf-8") as lines:
-        found = {line.split("\t")[0] for line in itertools.islice(lines, 0, 150_000, 1000)}
-    return sorted((text for text in found if " " in text), key=len)[-50:]
+        words = {line.split("\t")[0] for line in itertools.islice(lines, 0, 150_000, 1000)}
+    return sorted((text for text in words if " " in text), key=len)[-50:]
 
 
 @pytest.fixture(scope="module")
@@ -83,7 +83,7 @@ def test_embeddings_match_transformers(
 def test_padded_batches_have_the_same_embeddings(
     embedder: SentenceEmbedder, sentences: list[str], expected: torch.Tensor
 ) -> None:
-    rows = [torch.tensor(found.ids) for found in embedder.tokenizer.encode_batch(sentences)]
+    rows = [torch.tensor(encoding.ids) for encoding in embedder.tokenizer.encode_batch(sentences)]
     ids = torch.nn.utils.rnn.pad_sequence(rows, batch_first=True)
     mask = torch.arange(ids.shape[1]) < torch.tensor([len(row) for row in rows])[:, None]
     with torch.no_grad():
@@ -111,8 +111,8 @@ def test_long_texts_are_truncated_as_configured(embedder: SentenceEmbedder) -> N
 
 
 def test_the_tokenizer_of_a_folder_can_be_loaded(folder: Path) -> None:
-    found = rg.models.tokenizer(folder)
-    assert found.encode("attention is all you need").tokens[1:3] == ["attention", "is"]
+    tokenizer = rg.models.tokenizer(folder)
+    assert tokenizer.encode("attention is all you need").tokens[1:3] == ["attention", "is"]
 
 
 def test_embed_without_tokenizer_raises(embedder: SentenceEmbedder) -> None:
@@ -155,9 +155,9 @@ def test_pooling_and_normalisation_are_read_from_the_folder(pooling: dict[str, A
 @pytest.mark.parametrize("case", ["mpnet", "modernbert", "xlm-roberta", "deberta"])
 def test_embedders_of_other_families_load(case: str, tmp_path: Path) -> None:
     place = small_folder(tmp_path / "theirs", ["Transformer", "Pooling", "Normalize"], {"pooling_mode": "mean"}, case)
-    said = json.loads((place / "config.json").read_text())
-    masked = {"mpnet": "MPNetForMaskedLM", "modernbert": "ModernBertForMaskedLM"}.get(case, said["architectures"][0])
-    (place / "config.json").write_text(json.dumps(said | {"architectures": [masked]}))  # the file may have no head
+    config = json.loads((place / "config.json").read_text())
+    masked = {"mpnet": "MPNetForMaskedLM", "modernbert": "ModernBertForMaskedLM"}.get(case, config["architectures"][0])
+    (place / "config.json").write_text(json.dumps(config | {"architectures": [masked]}))  # the file may have no head
     model = rg.load(place)
     assert isinstance(model, SentenceEmbedder)
     base = t.their_model(case) if case != "xlm-roberta" else t.their_model(case).roberta

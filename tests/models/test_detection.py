@@ -44,20 +44,20 @@ def test_giou_matches_counting_cells() -> None:
     draw = torch.Generator().manual_seed(0)
     start = torch.randint(0, 6, (40, 2), generator=draw)
     boxes = torch.cat((start, start + torch.randint(1, 5, (40, 2), generator=draw)), 1)
-    got = giou(boxes[:, None].double(), boxes.double())
+    result = giou(boxes[:, None].double(), boxes.double())
     for i, one in enumerate(boxes.tolist()):
         for j, other in enumerate(boxes.tolist()):
             shared, union = cells(one) & cells(other), cells(one) | cells(other)
             x, y = zip(*union, strict=True)
             hull = (max(x) - min(x) + 1) * (max(y) - min(y) + 1)
-            assert got[i, j].item() == pytest.approx(len(shared) / len(union) - (hull - len(union)) / hull)
+            assert result[i, j].item() == pytest.approx(len(shared) / len(union) - (hull - len(union)) / hull)
 
 
 def test_boxes_without_area_have_finite_giou_and_gradients() -> None:
     boxes = torch.tensor([[0.2, 0.2, 0.2, 0.2], [0.1, 0.5, 0.4, 0.5], [0.0, 0.0, 1.0, 1.0]], requires_grad=True)
-    found = giou(boxes[:, None], boxes)
-    assert found.isfinite().all()
-    found.sum().backward()
+    result = giou(boxes[:, None], boxes)
+    assert result.isfinite().all()
+    result.sum().backward()
     assert boxes.grad.isfinite().all()
 
 
@@ -101,11 +101,11 @@ def test_the_loss_matches_its_formula() -> None:
                 distance += (boxes[image, q] - box).abs().sum() / 3
                 overlap += (1 - giou(to_corners(boxes[image, q]), to_corners(box))) / 3
             label, weights = label - weight * logits[image, q].log_softmax(-1)[true], weights + weight
-    got = loss(logits, boxes, objects)
-    torch.testing.assert_close(got.label, label / weights)
-    torch.testing.assert_close(got.box, distance)
-    torch.testing.assert_close(got.giou, overlap)
-    torch.testing.assert_close(loss.total(got), label / weights + 5 * distance + 2 * overlap)
+    actual = loss(logits, boxes, objects)
+    torch.testing.assert_close(actual.label, label / weights)
+    torch.testing.assert_close(actual.box, distance)
+    torch.testing.assert_close(actual.giou, overlap)
+    torch.testing.assert_close(loss.total(actual), label / weights + 5 * distance + 2 * overlap)
 
 
 def test_a_batch_without_objects_has_a_loss() -> None:
@@ -170,8 +170,8 @@ def test_a_few_steps_of_training_find_an_object() -> None:
         optimizer.step()
         losses.append(loss.item())
     assert losses[-1] < losses[0] / 3
-    found = model.detect(images, threshold=0.0)
-    assert [int(labels[0]) for labels, _, _ in found] == [0, 1, 2, 3]
+    detected = model.detect(images, threshold=0.0)
+    assert [int(labels[0]) for labels, _, _ in detected] == [0, 1, 2, 3]
 
 
 def test_anchor_queries_start_on_a_grid_and_attend_nearby(tmp_path: Path) -> None:
@@ -269,6 +269,6 @@ def test_queries_with_anchors_are_computed_in_bfloat16() -> None:
     model = model_of(replace(CONFIG, anchors=True, backbone=replace(BACKBONE, norm="group")))
     image = torch.randn(1, 3, 32, 32)
     expected, _ = model(image)
-    found, _ = model.bfloat16()(image.bfloat16())
-    assert found.dtype == torch.bfloat16
-    assert (found.float() - expected).abs().max() < 0.1 * expected.abs().max()
+    actual, _ = model.bfloat16()(image.bfloat16())
+    assert actual.dtype == torch.bfloat16
+    assert (actual.float() - expected).abs().max() < 0.1 * expected.abs().max()

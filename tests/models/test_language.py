@@ -67,9 +67,9 @@ def converted(their: dict[str, torch.Tensor], config: LanguageConfig) -> dict[st
         for kind in ("weight", "bias"):
             ours[f"stack.norm.{kind}"] = their[f"transformer.ln_f.{kind}"]
             for n in range(config.layers):
-                for mine, other in pairs.items():
+                for our_name, other in pairs.items():
                     tensor = their[f"transformer.h.{n}.{other}.{kind}"]
-                    ours[f"stack.layers.{n}.{mine}.{kind}"] = tensor.T if tensor.dim() == 2 else tensor
+                    ours[f"stack.layers.{n}.{our_name}.{kind}"] = tensor.T if tensor.dim() == 2 else tensor
         return ours
     ours |= {"embedding.weight": their["model.embed_tokens.weight"], "stack.norm.weight": their["model.norm.weight"]}
     if not config.tied:
@@ -90,8 +90,8 @@ def converted(their: dict[str, torch.Tensor], config: LanguageConfig) -> dict[st
             norms |= {"attention_residual.after": "post_attention_layernorm",
                       "feedforward_residual.norm": "pre_feedforward_layernorm",
                       "feedforward_residual.after": "post_feedforward_layernorm"}  # fmt: skip
-        for mine, other in norms.items():
-            ours[f"{here}.{mine}.weight"] = their[f"{there}.{other}.weight"]
+        for our_name, other in norms.items():
+            ours[f"{here}.{our_name}.weight"] = their[f"{there}.{other}.weight"]
     return ours
 
 
@@ -134,9 +134,9 @@ def test_generation_matches_transformers(pair: tuple[LanguageModel, Any]) -> Non
 
 @pytest.fixture(scope="module", params=FAMILIES)
 def model(request: pytest.FixtureRequest) -> LanguageModel:
-    made = filled(LanguageModel(FAMILIES[request.param]))
-    assert isinstance(made, LanguageModel)
-    return made
+    model = filled(LanguageModel(FAMILIES[request.param]))
+    assert isinstance(model, LanguageModel)
+    return model
 
 
 @torch.no_grad()
@@ -149,11 +149,11 @@ def test_packed_padded_and_single_sequences_have_the_same_logits(model: Language
     filled_left = torch.zeros(2, 12, dtype=torch.long)
     filled_left[left] = torch.cat(sequences)
     expected = torch.cat(alone)
-    for found in (
+    for logits in (
         torch.cat(model(sequences)), model(rg.pack(sequences)).values, model(IDS, right)[right],
         model(filled_left, left)[left],
     ):  # fmt: skip
-        torch.testing.assert_close(found, expected, rtol=1e-5, atol=1e-5)
+        torch.testing.assert_close(logits, expected, rtol=1e-5, atol=1e-5)
 
 
 def test_prompts_of_different_lengths_are_continued_independently(model: LanguageModel) -> None:

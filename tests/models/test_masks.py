@@ -118,8 +118,8 @@ def test_a_row_has_the_same_result_alone_and_in_any_batch(name: str) -> None:
     together = call(model, IDS, MASK, [0, 1, 2, 3])
     for row in range(4):
         alone = call(model, IDS[[row]], MASK[[row]], [row])
-        found, expected = real(name, together[[row]], MASK[[row]]), real(name, alone, MASK[[row]])
-        torch.testing.assert_close(found, expected, rtol=0, atol=1e-10)
+        actual, expected = real(name, together[[row]], MASK[[row]]), real(name, alone, MASK[[row]])
+        torch.testing.assert_close(actual, expected, rtol=0, atol=1e-10)
 
 
 @pytest.mark.parametrize("name", CASES)
@@ -129,8 +129,8 @@ def test_padding_at_either_end_changes_nothing(name: str) -> None:
     for columns in ([0, 1, 2], [1, 2, 3], [3, 4, 5]):
         ids, mask = torch.full((4, 6), 49), torch.zeros(4, 6, dtype=torch.bool)
         ids[:, columns], mask[:, columns] = IDS[:, 1:4], True
-        found = real(name, call(model, ids, mask, [0, 1, 2, 3]), mask)
-        torch.testing.assert_close(found.view(plain.shape), plain, rtol=0, atol=1e-10)
+        result = real(name, call(model, ids, mask, [0, 1, 2, 3]), mask)
+        torch.testing.assert_close(result.view(plain.shape), plain, rtol=0, atol=1e-10)
 
 
 @pytest.mark.parametrize("name", ["text", "language, rotary", "speaker"])
@@ -139,8 +139,8 @@ def test_a_compiled_model_gives_the_same(name: str) -> None:
     torch._dynamo.reset()
     compiled = torch.compile(model, backend="eager")
     for rows in ([0, 1, 2, 3], [0, 2]):
-        found, expected = (call(each, IDS[rows], MASK[rows], rows) for each in (compiled, model))
-        close = real(name, found, MASK[rows]), real(name, expected, MASK[rows])
+        actual, expected = (call(each, IDS[rows], MASK[rows], rows) for each in (compiled, model))
+        close = real(name, actual, MASK[rows]), real(name, expected, MASK[rows])
         torch.testing.assert_close(*close, rtol=0, atol=1e-10)
 
 
@@ -233,11 +233,11 @@ def test_a_pointer_generates_from_the_vocabulary_for_an_empty_source() -> None:
     model = build("translation, copying")
     assert isinstance(model, PointerTransformer)
     targets, after = [TARGETS[row] for row in ROWS], torch.arange(9) + 3
-    said = model(rg.pack(LIST), rg.pack(targets))
-    torch.testing.assert_close(said.values.exp().sum(-1), torch.ones(9, dtype=torch.float64))
-    found = model.loss(rg.pack(LIST), rg.pack(targets), after)
-    torch.testing.assert_close(found, -said.values.gather(1, after[:, None]).sum())
-    found.backward()
+    output = model(rg.pack(LIST), rg.pack(targets))
+    torch.testing.assert_close(output.values.exp().sum(-1), torch.ones(9, dtype=torch.float64))
+    loss = model.loss(rg.pack(LIST), rg.pack(targets), after)
+    torch.testing.assert_close(loss, -output.values.gather(1, after[:, None]).sum())
+    loss.backward()
     assert all(each.grad is None or each.grad.isfinite().all() for each in model.parameters())
 
 
@@ -247,9 +247,9 @@ def test_audio_without_frames_has_empty_output() -> None:
         SpeechRecognizer(SpeechConfig(labels=5, d_model=16, layers=1, heads=2, d_hidden=24, features=4)).double().eval()
     )
     sound, silent = torch.randn(9, 4).double(), torch.zeros(0, 4).double()
-    found = model([silent, sound, silent])
-    assert [len(each) for each in found] == [0, 3, 0]
-    torch.testing.assert_close(found[1], model(sound[None])[0])
+    output = model([silent, sound, silent])
+    assert [len(each) for each in output] == [0, 3, 0]
+    torch.testing.assert_close(output[1], model(sound[None])[0])
     assert [len(each) for each in model([silent])] == [0]
     assert model(rg.nn.Packed(silent, ())).values.shape == (0, 5)
 

@@ -27,19 +27,19 @@ def test_padding_of_a_text_has_no_effect(layers: int) -> None:
     model, images = model_of(layers), torch.randn(2, 1, 16, 24).double()
     text = torch.tensor([[4, 5, 6, 1, 1], [7, 8, 9, 3, 2]])
     mask = torch.tensor([[True] * 3 + [False] * 2, [True] * 5])
-    found = model(images, text, mask)
-    assert found.shape == (2,)
+    output = model(images, text, mask)
+    assert output.shape == (2,)
     text[0, 3:] = 40
-    torch.testing.assert_close(model(images, text, mask), found, rtol=0, atol=0)
-    torch.testing.assert_close(model(images[:1], text[:1, :3])[0], found[0], rtol=0, atol=1e-12)
+    torch.testing.assert_close(model(images, text, mask), output, rtol=0, atol=0)
+    torch.testing.assert_close(model(images[:1], text[:1, :3])[0], output[0], rtol=0, atol=1e-12)
 
 
 @pytest.mark.parametrize("layers", [0, 2])
 def test_the_result_depends_on_image_and_text(layers: int) -> None:
     model, images, text = model_of(layers), torch.randn(1, 1, 16, 24).double(), torch.tensor([[4, 5, 6]])
-    found = model(images, text)
-    assert not torch.allclose(found, model(-images, text), atol=1e-6)
-    assert not torch.allclose(found, model(images, text.flip(1)), atol=1e-6)
+    output = model(images, text)
+    assert not torch.allclose(output, model(-images, text), atol=1e-6)
+    assert not torch.allclose(output, model(images, text.flip(1)), atol=1e-6)
 
 
 def test_words_and_patches_attend_to_each_other_in_every_layer() -> None:

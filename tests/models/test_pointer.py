@@ -35,7 +35,7 @@ def test_the_distribution_is_a_mixture_of_vocabulary_and_source() -> None:
     hidden, encoded = torch.randn(2, 3, 8).double(), torch.randn(2, 5, 8).double()
     logits, ids = torch.randn(2, 3, 11).double(), torch.tensor([[4, 7, 4, 9, 1], [2, 2, 2, 0, 0]])
     mask = torch.arange(5) < torch.tensor([[5], [3]])
-    said = part(logits, hidden, encoded, ids, mask).exp()
+    output = part(logits, hidden, encoded, ids, mask).exp()
     for b in range(2):
         for n in range(3):
             gate = torch.sigmoid(part.gate(hidden[b, n]))
@@ -43,7 +43,7 @@ def test_the_distribution_is_a_mixture_of_vocabulary_and_source() -> None:
             want = gate * logits[b, n].softmax(0)
             for weight, token in zip(scores.softmax(0), ids[b].tolist(), strict=False):
                 want[token] += (1 - gate[0]) * weight
-            torch.testing.assert_close(said[b, n], want.float(), atol=1e-6, rtol=1e-5, check_dtype=False)
+            torch.testing.assert_close(output[b, n], want.float(), atol=1e-6, rtol=1e-5, check_dtype=False)
 
 
 @pytest.mark.parametrize("window", [0, 2])
@@ -60,8 +60,8 @@ def test_packed_padded_and_single_pairs_agree(sources: list[int], targets: list[
     for n, (one, other) in enumerate(zip(source, target, strict=True)):
         want = model(one[None], other[None])[0]
         torch.testing.assert_close(want.exp().sum(-1), torch.ones(len(other)))
-        for got in (listed[n], packed[n], padded[n, : len(other)]):
-            torch.testing.assert_close(got, want, atol=1e-5, rtol=1e-5)
+        for row in (listed[n], packed[n], padded[n, : len(other)]):
+            torch.testing.assert_close(row, want, atol=1e-5, rtol=1e-5)
 
 
 @pytest.mark.parametrize(("sources", "targets"), [([5, 1, 8], [3, 6, 2]), ([4, 4], [6, 6])])
@@ -80,10 +80,10 @@ def test_loss_and_gradients_match_the_cross_entropy(sources: list[int], targets:
         assert bool(weight.grad.isfinite().all()), name
         torch.testing.assert_close(ours[name], weight.grad, atol=1e-4, rtol=1e-4)
     with torch.no_grad():
-        found = model.loss(rg.pack(source), rg.pack(target), after)
+        loss = model.loss(rg.pack(source), rg.pack(target), after)
         smooth = model.loss(rg.pack(source), rg.pack(target), after, smoothing=0.1)
-    torch.testing.assert_close(found, want)
-    assert float(smooth) != float(found)
+    torch.testing.assert_close(loss, want)
+    assert float(smooth) != float(loss)
 
 
 @pytest.mark.parametrize("strategy", [None, Beam(3)])
@@ -91,8 +91,8 @@ def test_batched_generation_matches_single_sources(strategy: Beam | None) -> Non
     model = model_of()
     source, _ = batch([5, 1, 8], [1, 1, 1])
     together = model.generate(source, max_new_tokens=6, strategy=strategy)
-    for one, made in zip(source, together, strict=True):
-        assert model.generate(one[None], max_new_tokens=6, strategy=strategy)[0].tolist() == made.tolist()
+    for one, output in zip(source, together, strict=True):
+        assert model.generate(one[None], max_new_tokens=6, strategy=strategy)[0].tolist() == output.tolist()
     if strategy is None:
         ids = [model.config.start]
         while len(ids) <= 6 and (token := int(model(source[0][None], torch.tensor([ids]))[0, -1].argmax())) != 2:
@@ -115,8 +115,8 @@ def test_copying_generates_unseen_target_tokens() -> None:
         optimizer.step()
     model.eval()
     strange = torch.tensor([[16 + n, 3 + n, 7, 9] for n in range(8)])
-    made = model(strange, torch.ones(8, 1, dtype=torch.long))[:, 0]
-    assert (made.argmax(-1) == strange[:, 0]).sum() >= 4
+    output = model(strange, torch.ones(8, 1, dtype=torch.long))[:, 0]
+    assert (output.argmax(-1) == strange[:, 0]).sum() >= 4
 
 
 def test_a_pointer_transformer_is_saved_and_loaded(tmp_path: object) -> None:
@@ -147,9 +147,9 @@ def test_coverage_is_the_sum_of_cross_attention_over_the_target(kind: type[Trans
         model(source[None], target[None])
     across = [seen.weights() for seen in record.attentions if seen.kind == "cross"]
     want = torch.stack(across).sum(2).mean((0, 1))
-    found = model.coverage(source, target)
-    torch.testing.assert_close(found, want)
-    torch.testing.assert_close(found.sum(), torch.tensor(4.0))
+    result = model.coverage(source, target)
+    torch.testing.assert_close(result, want)
+    torch.testing.assert_close(result.sum(), torch.tensor(4.0))
 
 
 def test_an_encoder_window_covers_neighbours_and_the_first_token_only() -> None:
@@ -182,6 +182,6 @@ def test_a_window_does_not_depend_on_the_start_of_a_sequence() -> None:
 
 def test_log_probabilities_of_a_float64_model_are_float64() -> None:
     model = model_of(kind=PointerTransformer).double()
-    said = model(torch.tensor([[5, 6, 7]]), torch.tensor([[1, 8]]))
-    assert said.dtype == torch.float64
-    torch.testing.assert_close(said.exp().sum(-1), torch.ones(1, 2, dtype=torch.float64), rtol=0, atol=1e-14)
+    output = model(torch.tensor([[5, 6, 7]]), torch.tensor([[1, 8]]))
+    assert output.dtype == torch.float64
+    torch.testing.assert_close(output.exp().sum(-1), torch.ones(1, 2, dtype=torch.float64), rtol=0, atol=1e-14)

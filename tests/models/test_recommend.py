@@ -23,13 +23,13 @@ def model_of() -> Recommender:
 
 def test_next_item_logits_are_those_of_the_last_item() -> None:
     model = model_of()
-    found = model.next_item_logits(HISTORIES)
-    for one, came in zip(HISTORIES, found, strict=True):
+    result = model.next_item_logits(HISTORIES)
+    for one, came in zip(HISTORIES, result, strict=True):
         torch.testing.assert_close(came, model(one[None])[0, -1], rtol=0, atol=1e-12)
     padded = torch.zeros(3, 7, dtype=torch.int64)
     mask = torch.arange(7) < torch.tensor([4, 1, 7])[:, None]
     padded[mask] = torch.cat(HISTORIES)
-    torch.testing.assert_close(model.next_item_logits(padded, mask), found, rtol=0, atol=1e-12)
+    torch.testing.assert_close(model.next_item_logits(padded, mask), result, rtol=0, atol=1e-12)
 
 
 def test_items_do_not_depend_on_later_items() -> None:
@@ -64,8 +64,8 @@ def test_all_losses_apply_smoothing_and_softcap(drawn: bool, cap: float | None, 
             among = [target, *(n for n in rest if n != target)]
             shares = (logits[among].exp() / logits[among].exp().sum()).log()
             expected -= (1 - smoothing) * shares[0] + smoothing * shares.mean()
-    found = model.loss(packed, after, smoothing=smoothing, negatives=negatives)
-    torch.testing.assert_close(found, expected, rtol=0, atol=1e-10)
+    loss = model.loss(packed, after, smoothing=smoothing, negatives=negatives)
+    torch.testing.assert_close(loss, expected, rtol=0, atol=1e-10)
 
 
 def test_the_loss_of_bfloat16_is_summed_in_float32() -> None:

@@ -55,8 +55,8 @@ def test_elements_of_the_wrong_width_raise() -> None:
 def test_permuting_nodes_permutes_the_results() -> None:
     model, x, order = graph_model(), torch.randn(1, 7, 7).double(), torch.randperm(7)
     position = order.argsort()  # node n is at position[n]
-    found = model(x[:, order], rg.edges(position[EDGES]))
-    torch.testing.assert_close(found, model(x, rg.edges(EDGES))[:, order], rtol=0, atol=1e-12)
+    output = model(x[:, order], rg.edges(position[EDGES]))
+    torch.testing.assert_close(output, model(x, rg.edges(EDGES))[:, order], rtol=0, atol=1e-12)
 
 
 def test_a_node_depends_on_nodes_at_most_one_edge_per_layer_away() -> None:

@@ -66,11 +66,11 @@ def test_griffin_lim_reproduces_the_features() -> None:
     t = torch.arange(8000) / 16000
     wave = torch.sin(2 * math.pi * 440 * t) * (t * 8).sin() + 0.3 * torch.sin(2 * math.pi * 2000 * t)
     values = log_mel(wave)
-    made = griffin_lim(values)
-    assert made.shape == wave.shape
+    result = griffin_lim(values)
+    assert result.shape == wave.shape
     loud = values > values.max() - 3
-    assert float((log_mel(made) - values)[loud].abs().mean()) < 0.12
-    assert torch.equal(made, griffin_lim(values))
+    assert float((log_mel(result) - values)[loud].abs().mean()) < 0.12
+    assert torch.equal(result, griffin_lim(values))
 
 
 def collapse(path: tuple[int, ...]) -> tuple[int, ...]:
@@ -85,13 +85,13 @@ def test_prefix_beam_search_finds_the_most_probable_labels(seed: int) -> None:
         share = math.prod(float(shares[n, label]) for n, label in enumerate(path))
         sums[collapse(path)] = sums.get(collapse(path), 0.0) + share
     best = max(sums, key=lambda each: sums[each])
-    found = prefix_beam(logits, width=1000)
-    assert tuple(found.labels) == best
-    assert math.isclose(found.score, math.log(sums[best]), rel_tol=1e-9)
+    result = prefix_beam(logits, width=1000)
+    assert tuple(result.labels) == best
+    assert math.isclose(result.score, math.log(sums[best]), rel_tol=1e-9)
     alone = -F.ctc_loss(
-        logits.log_softmax(-1)[:, None], torch.tensor([found.labels]), [5], [len(best)], reduction="sum"
+        logits.log_softmax(-1)[:, None], torch.tensor([result.labels]), [5], [len(best)], reduction="sum"
     )
-    assert math.isclose(found.score, float(alone), rel_tol=1e-9)
+    assert math.isclose(result.score, float(alone), rel_tol=1e-9)
 
 
 def test_greedy_merges_repeats_unless_separated_by_a_blank() -> None:
@@ -233,7 +233,7 @@ def test_guided_attention_matches_its_definition_and_has_gradients() -> None:
         for b, h, i, j in itertools.product(range(2), range(2), range(4), range(3))
         if i < steps[b] and j < letters[b]
     )
-    found = guided_attention(seen[0], steps, letters)
-    assert math.isclose(float(found.detach()), expected, rel_tol=1e-5)
-    found.backward()
+    actual = guided_attention(seen[0], steps, letters)
+    assert math.isclose(float(actual.detach()), expected, rel_tol=1e-5)
+    actual.backward()
     assert float(model.decoder.layers[0].cross.qkv.weight.grad.abs().max()) > 0

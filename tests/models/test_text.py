@@ -34,8 +34,8 @@ def filled(model: Any) -> Any:
 
 
 def bert(their: dict[str, torch.Tensor], layers: int) -> dict[str, torch.Tensor]:
-    ours = {f"{mine}.weight": their[f"embeddings.{other}_embeddings.weight"]
-            for mine, other in (("embedding", "word"), ("position", "position"), ("segment", "token_type"))
+    ours = {f"{our_name}.weight": their[f"embeddings.{other}_embeddings.weight"]
+            for our_name, other in (("embedding", "word"), ("position", "position"), ("segment", "token_type"))
             if f"embeddings.{other}_embeddings.weight" in their}  # fmt: skip
     pairs = {"attention.output": "attention.output.dense", "attention_residual.norm": "attention.output.LayerNorm",
              "feedforward.up": "intermediate.dense", "feedforward.output": "output.dense",
@@ -46,14 +46,14 @@ def bert(their: dict[str, torch.Tensor], layers: int) -> dict[str, torch.Tensor]
             here, there = f"stack.layers.{n}", f"encoder.layer.{n}"
             parts = [their[f"{there}.attention.self.{x}.{kind}"] for x in ("query", "key", "value")]
             ours[f"{here}.attention.qkv.{kind}"] = torch.cat(parts)
-            for mine, other in pairs.items():
-                ours[f"{here}.{mine}.{kind}"] = their[f"{there}.{other}.{kind}"]
+            for our_name, other in pairs.items():
+                ours[f"{here}.{our_name}.{kind}"] = their[f"{there}.{other}.{kind}"]
     return ours
 
 
 def albert(their: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
-    ours = {f"{mine}.weight": their[f"embeddings.{other}_embeddings.weight"]
-            for mine, other in (("embedding", "word"), ("position", "position"), ("segment", "token_type"))
+    ours = {f"{our_name}.weight": their[f"embeddings.{other}_embeddings.weight"]
+            for our_name, other in (("embedding", "word"), ("position", "position"), ("segment", "token_type"))
             }  # fmt: skip
     there, here = "encoder.albert_layer_groups.0.albert_layers.0", "stack.layers.0"
     pairs = {"attention.output": "attention.dense", "attention_residual.norm": "attention.LayerNorm",
@@ -64,8 +64,8 @@ def albert(their: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
         ours[f"project.{kind}"] = their[f"encoder.embedding_hidden_mapping_in.{kind}"]
         parts = [their[f"{there}.attention.{x}.{kind}"] for x in ("query", "key", "value")]
         ours[f"{here}.attention.qkv.{kind}"] = torch.cat(parts)
-        for mine, other in pairs.items():
-            ours[f"{here}.{mine}.{kind}"] = their[f"{there}.{other}.{kind}"]
+        for our_name, other in pairs.items():
+            ours[f"{here}.{our_name}.{kind}"] = their[f"{there}.{other}.{kind}"]
     return ours
 
 

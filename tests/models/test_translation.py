@@ -56,8 +56,8 @@ def test_packed_pairs_match_padded_ones(model: Transformer, sources: list[int], 
     want = [row[: len(one)] for row, one in zip(model(ids, target_ids, mask), target, strict=True)]
     listed = model(source, target)
     packed = model(rg.pack(source), rg.pack(target))
-    for got in (listed, rg.unpack(packed)):
-        for one, other in zip(got, want, strict=True):
+    for rows in (listed, rg.unpack(packed)):
+        for one, other in zip(rows, want, strict=True):
             torch.testing.assert_close(one, other, atol=1e-5, rtol=1e-5)
 
 
@@ -111,15 +111,17 @@ def test_greedy_generation_matches_uncached_argmax(model: Transformer, form: str
     source, _ = batch([5, 1, 8], [1, 1, 1])
     want = []
     for ids in source:
-        made = torch.tensor([model.config.start])
-        while len(made) < 13 and made[-1] != model.config.stop:
-            made = torch.cat((made, model(ids[None], made[None])[0, -1:].argmax(-1)))
-        want.append([token for token in made[1:].tolist() if token != model.config.stop])
+        target = torch.tensor([model.config.start])
+        while len(target) < 13 and target[-1] != model.config.stop:
+            target = torch.cat((target, model(ids[None], target[None])[0, -1:].argmax(-1)))
+        want.append([token for token in target[1:].tolist() if token != model.config.stop])
     if form == "padded":
-        got = model.generate(*padded(source), max_new_tokens=12)
+        generated = model.generate(*padded(source), max_new_tokens=12)
     else:
-        got = model.generate(rg.pack(source) if form == "packed" else source, max_new_tokens=12, strategy=Greedy())
-    assert [row.tolist() for row in got] == want
+        generated = model.generate(
+            rg.pack(source) if form == "packed" else source, max_new_tokens=12, strategy=Greedy()
+        )
+    assert [row.tolist() for row in generated] == want
 
 
 def log_probability(model: Transformer, source: Tensor, tokens: list[int]) -> float:
@@ -138,7 +140,7 @@ def test_a_wide_beam_finds_the_best_sequence(kind: str, penalty: float) -> None:
     # (64, 3): all sequences of three tokens
     every = torch.cartesian_prod(*[torch.arange(1, 5)] * max_new_tokens)
     before = torch.cat((torch.zeros_like(every[:, :1]), every[:, :-1]), 1)
-    for ids, got in zip(
+    for ids, generated in zip(
         source, model.generate(source, max_new_tokens=max_new_tokens, strategy=Beam(27, penalty)), strict=True
     ):
         logits = model(ids.expand(64, -1), before)
@@ -148,7 +150,7 @@ def test_a_wide_beam_finds_the_best_sequence(kind: str, penalty: float) -> None:
         for tokens, sums in zip(every.tolist(), chosen.tolist(), strict=True):
             length = tokens.index(1) + 1 if 1 in tokens else max_new_tokens
             best = max(best, (sums[length - 1] / length**penalty, [token for token in tokens[:length] if token != 1]))
-        assert got.tolist() == best[1]
+        assert generated.tolist() == best[1]
 
 
 def test_a_beam_of_one_is_greedy_and_wider_ones_are_not_worse() -> None:

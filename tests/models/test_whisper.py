@@ -71,9 +71,9 @@ def test_generation_matches_transformers(pair: tuple[Whisper, Any], language: st
 
 def test_languages_are_detected_per_row(pair: tuple[Whisper, Any]) -> None:
     model, other = pair
-    found = model.detect_language(SOUNDS)
+    languages = model.detect_language(SOUNDS)
     tokens = other.detect_language(SOUNDS.mT)
-    assert found == [name.strip("<|>") for token in tokens.tolist() for name, n in LANGUAGES.items() if n == token]
+    assert languages == [name.strip("<|>") for token in tokens.tolist() for name, n in LANGUAGES.items() if n == token]
     together = [row.tolist() for row in model.generate(SOUNDS)]
     assert together == [model.generate(sound[None])[0].tolist() for sound in SOUNDS]
 
@@ -87,18 +87,18 @@ def test_transcriptions_of_any_length_match_transformers(pair: tuple[Whisper, An
     expected = other.generate(
         features.T[None], attention_mask=mask.long(), task="transcribe", return_timestamps=True, return_segments=True
     )
-    heard: list[Any] = []
-    found = model.transcribe(wave, on_segment=heard.append)
-    assert isinstance(found, Transcript)
-    assert heard == found.segments
+    segments: list[Any] = []
+    actual = model.transcribe(wave, on_segment=segments.append)
+    assert isinstance(actual, Transcript)
+    assert segments == actual.segments
     theirs = expected["segments"][0]
     if windows < 1:  # transformers also transcribes the padding of the window
-        theirs = theirs[: len(found.segments)]
-    assert [segment.tokens for segment in found.segments] == [
+        theirs = theirs[: len(actual.segments)]
+    assert [segment.tokens for segment in actual.segments] == [
         [token for token in segment["tokens"].tolist() if token <= NO_TIMES and token != STOP] for segment in theirs
     ]
     times = [(float(segment["start"]), float(segment["end"])) for segment in theirs]
-    for segment, (start, end) in zip(found.segments, times, strict=True):
+    for segment, (start, end) in zip(actual.segments, times, strict=True):
         assert (segment.start, segment.end) == pytest.approx((start, end), abs=1e-4)
 
 

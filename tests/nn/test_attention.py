@@ -51,9 +51,9 @@ def test_multi_head_attention_matches_torch_forward_and_backward(cross: bool) ->
     attended = source if cross else x
     ours, other = layer(x, source if cross else None), theirs(x, attended, attended)[0]
     close(ours, other)
-    (mine,) = torch.autograd.grad(ours.square().sum(), layer.qkv.weight)
+    (actual,) = torch.autograd.grad(ours.square().sum(), layer.qkv.weight)
     (their,) = torch.autograd.grad(other.square().sum(), theirs.in_proj_weight)
-    close(mine, their, 1e-4)
+    close(actual, their, 1e-4)
 
 
 def test_shared_kv_heads_equal_repeated_kv_heads() -> None:

@@ -28,11 +28,11 @@ def test_scores_are_sums_of_three_products(span: int, most: int) -> None:
             scores[:, :, i, j] = ((q[:, :, i] * k[:, :, j]).sum(-1) + to_position + from_position) / math.sqrt(6)
     out = scores.softmax(-1) @ v
     expected = layer.output(out.transpose(1, 2).flatten(2))
-    found = layer(x, context=LayerContext(relative=relative(11)))
-    torch.testing.assert_close(found, expected)
+    output = layer(x, context=LayerContext(relative=relative(11)))
+    torch.testing.assert_close(output, expected)
     inputs = (x, *layer.parameters(), *relative.parameters())
     upstream = torch.randn_like(expected)
-    for ours, theirs in zip(*(torch.autograd.grad(each, inputs, upstream) for each in (found, expected)), strict=True):
+    for ours, theirs in zip(*(torch.autograd.grad(each, inputs, upstream) for each in (output, expected)), strict=True):
         torch.testing.assert_close(ours, theirs)
 
 

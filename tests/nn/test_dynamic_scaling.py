@@ -63,8 +63,8 @@ def test_positions_per_row_determine_its_length(scaling: Scaling) -> None:
 
 @pytest.mark.parametrize("model", SCALINGS[1:], indirect=True)
 def test_longrope_generates_from_prompts_beyond_the_original_length(model: rg.models.LanguageModel) -> None:
-    found = model.generate([SHORT, LONG], max_new_tokens=3)
-    for prompt, tokens in zip((SHORT, LONG), found, strict=True):
+    generated = model.generate([SHORT, LONG], max_new_tokens=3)
+    for prompt, tokens in zip((SHORT, LONG), generated, strict=True):
         for n, token in enumerate(tokens):
             assert int(model(torch.cat((prompt, tokens[:n]))[None])[0, -1].argmax()) == token
     with pytest.raises(ValueError, match="cached keys were rotated for a shorter one"):

@@ -37,10 +37,10 @@ def test_experts_and_their_gradients_equal_a_sum_over_tokens(bias: bool, limit: 
         for parameter in layer.parameters():
             parameter.copy_(torch.randn(parameter.shape))
     x = torch.randn(2, 5, 6, dtype=torch.float64, requires_grad=True)
-    found, correct = layer(x), expected(layer, x)
-    torch.testing.assert_close(found, correct)
+    output, correct = layer(x), expected(layer, x)
+    torch.testing.assert_close(output, correct)
     inputs, upstream = (x, *layer.parameters()), torch.randn_like(correct)
-    for ours, theirs in zip(*(torch.autograd.grad(out, inputs, upstream) for out in (found, correct)), strict=True):
+    for ours, theirs in zip(*(torch.autograd.grad(out, inputs, upstream) for out in (output, correct)), strict=True):
         torch.testing.assert_close(ours, theirs)
     compiled = torch.compile(layer, backend="eager", fullgraph=True)
     torch.testing.assert_close(compiled(x), correct)

@@ -98,9 +98,9 @@ def test_an_unfrozen_model_uses_every_change_of_a_weight(change):
     model = language_model()
     before = model(IDS)
     change(model)
-    found = model(IDS)
-    assert (found - before).abs().max() > 1e-3
-    torch.testing.assert_close(found.double(), expected_logits(model.state_dict()), atol=1e-3, rtol=1e-4)
+    output = model(IDS)
+    assert (output - before).abs().max() > 1e-3
+    torch.testing.assert_close(output.double(), expected_logits(model.state_dict()), atol=1e-3, rtol=1e-4)
 
 
 @needs_kernels
@@ -161,9 +161,11 @@ def test_an_existing_optimizer_cannot_write_to_a_frozen_model_and_updates_a_thaw
 @needs_kernels
 def test_the_kernel_is_used_by_frozen_models_only(monkeypatch):
     calls, blocks = [], []
-    for place, name, made in ((native, "multiply", calls), (fused_stack, "run_stack", blocks)):
+    for place, name, calls_of in ((native, "multiply", calls), (fused_stack, "run_stack", blocks)):
         real = getattr(place, name)
-        monkeypatch.setattr(place, name, lambda *given, made=made, real=real: (made.append(1), real(*given))[1])
+        monkeypatch.setattr(
+            place, name, lambda *given, calls_of=calls_of, real=real: (calls_of.append(1), real(*given))[1]
+        )
     model = language_model()
     with torch.inference_mode():
         model(IDS)
@@ -298,15 +300,19 @@ def test_frozen_models_have_the_same_values_and_gradients(name):
         torch.testing.assert_close(model(*inputs), plain(*inputs), atol=1e-4, rtol=1e-4)
     for each in (model, plain):
         each(*inputs).square().mean().backward()
-    for (key, found), wanted in zip(model.named_parameters(), plain.parameters(), strict=True):
-        torch.testing.assert_close(found.grad, wanted.grad, atol=1e-4, rtol=1e-4, msg=lambda text, key=key: key + text)
+    for (key, actual), expected in zip(model.named_parameters(), plain.parameters(), strict=True):
+        torch.testing.assert_close(
+            actual.grad, expected.grad, atol=1e-4, rtol=1e-4, msg=lambda text, key=key: key + text
+        )
 
 
 @needs_kernels
 def test_generation_and_loss_of_a_frozen_model_are_unchanged():
     plain, model = language_model(), frozen()
-    for mine, theirs in zip(model.generate(IDS, max_new_tokens=5), plain.generate(IDS, max_new_tokens=5), strict=True):
-        assert torch.equal(mine, theirs)
+    for actual, theirs in zip(
+        model.generate(IDS, max_new_tokens=5), plain.generate(IDS, max_new_tokens=5), strict=True
+    ):
+        assert torch.equal(actual, theirs)
     packed = rg.pack(list(IDS))
     torch.testing.assert_close(model.loss(packed, IDS.flatten()), plain.loss(packed, IDS.flatten()))
     with pytest.raises(ValueError, match="token ids must be in 0"):
@@ -331,8 +337,8 @@ def test_forward_mode_works_through_a_frozen_module():
     expected = torch.autograd.functional.jvp(plain, x, direction)[1]
     torch.testing.assert_close(torch.func.jvp(layer, (x,), (direction,))[1], expected)
     with torch.no_grad(), forward_ad.dual_level():
-        found = forward_ad.unpack_dual(layer(forward_ad.make_dual(x, direction)))
-        torch.testing.assert_close(found.tangent, expected)
+        tangents = forward_ad.unpack_dual(layer(forward_ad.make_dual(x, direction)))
+        torch.testing.assert_close(tangents.tangent, expected)
 
 
 @needs_kernels
@@ -340,8 +346,8 @@ def test_functional_call_uses_the_given_weights():
     model = frozen()
     state = {name: tensor * 1.1 for name, tensor in model.state_dict().items()}
     with torch.no_grad():
-        found = torch.func.functional_call(model, state, (IDS,))
-    torch.testing.assert_close(found.double(), expected_logits(state), atol=1e-3, rtol=1e-4)
+        output = torch.func.functional_call(model, state, (IDS,))
+    torch.testing.assert_close(output.double(), expected_logits(state), atol=1e-3, rtol=1e-4)
     with pytest.raises(RuntimeError, match=THAW):
         torch.func.grad(lambda given: torch.func.functional_call(model, given, (IDS,)).sum())(
             dict(model.named_parameters())

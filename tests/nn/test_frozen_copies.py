@@ -95,9 +95,9 @@ def test_state_dict_of_a_module_that_shares_a_packed_weight_is_plain():
     head.weight = model.embedding.weight
     rg.nn.freeze(model)
     assert isinstance(head.weight, PackedWeight)
-    (found,) = head.state_dict().values()
-    assert type(found) is torch.Tensor
-    assert torch.equal(found, before)
+    (weight,) = head.state_dict().values()
+    assert type(weight) is torch.Tensor
+    assert torch.equal(weight, before)
     assert head.state_dict(keep_vars=True)["weight"] is head.weight
     rg.nn.thaw(model)
     assert torch.equal(head.weight, before)
@@ -191,8 +191,8 @@ print(frozen, (resident() - before) / sum(each.nbytes for each in model.paramete
 @needs_kernels
 @pytest.mark.skipif(sys.platform != "linux", reason="reads /proc")
 def test_a_frozen_model_needs_no_extra_memory():
-    found = subprocess.run([sys.executable, "-c", MEMORY], capture_output=True, text=True, check=True, timeout=120)
-    frozen, thawed = map(float, found.stdout.split())
+    completed = subprocess.run([sys.executable, "-c", MEMORY], capture_output=True, text=True, check=True, timeout=120)
+    frozen, thawed = map(float, completed.stdout.split())
     assert frozen <= 1.1
     assert thawed <= 1.1
 

@@ -24,9 +24,9 @@ CONFIGS = {
 @pytest.fixture
 def calls(monkeypatch):
     """The number of calls of the kernel."""
-    made, run = [], fused_stack.run_stack
-    monkeypatch.setattr(fused_stack, "run_stack", lambda *args: made.append(1) or run(*args))
-    return made
+    calls, run = [], fused_stack.run_stack
+    monkeypatch.setattr(fused_stack, "run_stack", lambda *args: calls.append(1) or run(*args))
+    return calls
 
 
 def build(**options):
@@ -49,9 +49,9 @@ def test_outputs_and_generation_are_those_of_the_modules(name, calls):
     model, ids, prompts = build(**CONFIGS[name]), tokens(2, 9), [tokens(5), tokens(9)]
     double = build(**CONFIGS[name]).double()
     rg.nn.freeze(model)
-    found, expected = model(ids), double(ids)
+    output, expected = model(ids), double(ids)
     assert len(calls) == 1
-    assert (found - expected).abs().max() < 1e-5 * expected.abs().max()
+    assert (output - expected).abs().max() < 1e-5 * expected.abs().max()
     for given in (ids, prompts, tokens(1, 70)):  # the caches grow beyond their first capacity
         for ours, theirs in zip(
             model.generate(given, max_new_tokens=8), double.generate(given, max_new_tokens=8), strict=True
@@ -145,11 +145,11 @@ def test_an_interrupted_stream_continues_with_the_thawed_weights(calls):
 def test_rounded_weights(weights, calls):
     model, ids = build(**CONFIGS["llama"]), tokens(2, 9)
     assert rg.nn.freeze(model, weights=weights) == {}
-    found, generated = model(ids), model.generate(ids, max_new_tokens=6)
+    output, generated = model(ids), model.generate(ids, max_new_tokens=6)
     with pytest.warns(UserWarning, match=f"rounded to .{weights}"):
         rg.nn.thaw(model)
     double = model.double()
     expected = double(ids)
-    assert (found - expected).abs().max() < 1e-5 * expected.abs().max()
+    assert (output - expected).abs().max() < 1e-5 * expected.abs().max()
     assert all(map(torch.equal, generated, double.generate(ids, max_new_tokens=6)))
     assert len(calls) == 7

@@ -104,15 +104,15 @@ def test_a_hybrid_stack_generates_with_caches_as_without(strategy):
         state = rg.nn.GenerationState(forward, cache, left_padding)
         return rg.nn.generate.generate(state, prompt, strategy=strategy, max_new_tokens=5)
 
-    found = generate(None, prompt)
+    result = generate(None, prompt)
     padded = torch.cat([torch.zeros(2, 2, dtype=torch.int64), prompt], 1)
-    assert [x.tolist() for x in generate(torch.tensor([2, 2]), padded)] == [x.tolist() for x in found]
+    assert [x.tolist() for x in generate(torch.tensor([2, 2]), padded)] == [x.tolist() for x in result]
     if isinstance(strategy, rg.nn.Greedy):
         ids = prompt
         with torch.no_grad():
             for _ in range(5):
                 ids = torch.cat([ids, (stack(embed(ids))[:, -1] @ embed.weight.T).argmax(-1)[:, None]], 1)
-        assert ids[:, 6:].tolist() == [x.tolist() for x in found]
+        assert ids[:, 6:].tolist() == [x.tolist() for x in result]
 
 
 def test_gated_deltanet_equals_that_of_transformers():

@@ -29,8 +29,10 @@ def test_loss_and_gradients_match_cross_entropy(
     theirs = F.cross_entropy(F.linear(hidden, weight, bias), targets, reduction="sum", label_smoothing=smoothing)
     torch.testing.assert_close(ours, theirs, rtol=1e-12, atol=1e-12)
     leaves = [hidden, weight, *([bias] if bias is not None else [])]
-    for mine, other in zip(torch.autograd.grad(3 * ours, leaves), torch.autograd.grad(3 * theirs, leaves), strict=True):
-        torch.testing.assert_close(mine, other, rtol=1e-12, atol=1e-12)
+    for actual, other in zip(
+        torch.autograd.grad(3 * ours, leaves), torch.autograd.grad(3 * theirs, leaves), strict=True
+    ):
+        torch.testing.assert_close(actual, other, rtol=1e-12, atol=1e-12)
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
@@ -43,19 +45,19 @@ def test_sums_over_many_tokens_are_as_exact_as_in_torch(dtype: torch.dtype) -> N
 
     def errors(loss: Callable[..., Tensor]) -> list[float]:
         leaves = [tensor.clone().requires_grad_() for tensor in (hidden, weight, bias)]
-        found = loss(*leaves)
-        gradients = torch.autograd.grad(found / count, leaves)
+        actual = loss(*leaves)
+        gradients = torch.autograd.grad(actual / count, leaves)
         exact = [tensor.double().requires_grad_() for tensor in (hidden, weight, bias)]
-        wanted = F.cross_entropy(F.linear(*exact), targets, reduction="sum")
-        pairs = zip((found, *gradients), (wanted, *torch.autograd.grad(wanted / count, exact)), strict=True)
+        expected = F.cross_entropy(F.linear(*exact), targets, reduction="sum")
+        pairs = zip((actual, *gradients), (expected, *torch.autograd.grad(expected / count, exact)), strict=True)
         return [
-            float((mine.detach().double() - right.detach()).norm() / right.detach().norm()) for mine, right in pairs
+            float((ours.detach().double() - right.detach()).norm() / right.detach().norm()) for ours, right in pairs
         ]
 
     ours = errors(lambda *x: token_loss(*x[:2], targets, bias=x[2]))
     theirs = errors(lambda *x: F.cross_entropy(F.linear(*x), targets, reduction="sum"))
     assert ours[0] < 1e-3
-    assert all(mine < max(1.2 * other, 1e-3) for mine, other in zip(ours, theirs, strict=True)), (ours, theirs)
+    assert all(actual < max(1.2 * other, 1e-3) for actual, other in zip(ours, theirs, strict=True)), (ours, theirs)
 
 
 @pytest.mark.parametrize("smoothing", [0.0, 0.1])
@@ -69,8 +71,8 @@ def test_softcapped_logits_match_cross_entropy(monkeypatch: pytest.MonkeyPatch, 
     capped = 1.5 * torch.tanh(F.linear(*leaves) / 1.5)
     theirs = F.cross_entropy(capped, targets, reduction="sum", label_smoothing=smoothing)
     torch.testing.assert_close(ours, theirs, rtol=1e-12, atol=1e-12)
-    for mine, other in zip(torch.autograd.grad(ours, leaves), torch.autograd.grad(theirs, leaves), strict=True):
-        torch.testing.assert_close(mine, other, rtol=1e-12, atol=1e-12)
+    for actual, other in zip(torch.autograd.grad(ours, leaves), torch.autograd.grad(theirs, leaves), strict=True):
+        torch.testing.assert_close(actual, other, rtol=1e-12, atol=1e-12)
 
 
 def test_target_minus_100_is_ignored_as_in_torch() -> None:
@@ -80,8 +82,8 @@ def test_target_minus_100_is_ignored_as_in_torch() -> None:
     ours = token_loss(*leaves, targets, smoothing=0.1)
     theirs = F.cross_entropy(F.linear(*leaves), targets, reduction="sum", label_smoothing=0.1)
     torch.testing.assert_close(ours, theirs)
-    for mine, other in zip(torch.autograd.grad(ours, leaves), torch.autograd.grad(theirs, leaves), strict=True):
-        torch.testing.assert_close(mine, other)
+    for actual, other in zip(torch.autograd.grad(ours, leaves), torch.autograd.grad(theirs, leaves), strict=True):
+        torch.testing.assert_close(actual, other)
     assert token_loss(*leaves, torch.full((6,), -100)).item() == 0
 
 
@@ -132,13 +134,13 @@ def test_restricted_loss_ignores_classes_that_are_not_allowed(smoothing: float) 
     torch.manual_seed(0)
     logits, targets = torch.randn(6, 9, dtype=torch.float64, requires_grad=True), torch.randint(0, 9, (6,))
     allowed = (torch.rand(6, 9) < 0.5).index_put((torch.arange(6), targets), torch.tensor(True))
-    found, right = restricted_loss(logits, targets, allowed, smoothing=smoothing), torch.zeros(()).double()
+    loss, right = restricted_loss(logits, targets, allowed, smoothing=smoothing), torch.zeros(()).double()
     for row, target, classes in zip(logits, targets, allowed, strict=True):
         place = classes[:target].sum()[None]
         right = right + F.cross_entropy(row[classes][None], place, label_smoothing=smoothing)
-    torch.testing.assert_close(found, right)
-    for mine, other in zip(torch.autograd.grad(found, logits), torch.autograd.grad(right, logits), strict=True):
-        torch.testing.assert_close(mine, other)
+    torch.testing.assert_close(loss, right)
+    for actual, other in zip(torch.autograd.grad(loss, logits), torch.autograd.grad(right, logits), strict=True):
+        torch.testing.assert_close(actual, other)
 
 
 def call(loss: Callable[..., Tensor], ignored: bool = True) -> Callable[[Tensor, Tensor, Tensor], Tensor]:
@@ -160,15 +162,15 @@ def tensors() -> list[Tensor]:
 
 def test_a_penalty_on_the_gradient_is_differentiated() -> None:
     """A gradient penalty needs second derivatives, whose loss would otherwise go unnoticed."""
-    found = []
+    results = []
     for loss in (token_loss, F.cross_entropy):
         inputs = tensors()
         total = call(loss)(*inputs)
         first = torch.autograd.grad(total, inputs, create_graph=True)
         total = total + sum(grad.square().sum() for grad in first)
-        found.append(torch.autograd.grad(total, inputs))
-    for mine, other in zip(*found, strict=True):
-        torch.testing.assert_close(mine, other)
+        results.append(torch.autograd.grad(total, inputs))
+    for actual, other in zip(*results, strict=True):
+        torch.testing.assert_close(actual, other)
 
 
 def test_forward_mode_and_transforms_match_cross_entropy() -> None:
@@ -189,5 +191,5 @@ def test_targets_are_ignored_when_compiled(ignored: bool) -> None:
     ours = torch.compile(call(token_loss, ignored), backend="aot_eager")(*inputs)
     theirs = call(F.cross_entropy, ignored)(*inputs)
     torch.testing.assert_close(ours, theirs)
-    for mine, other in zip(torch.autograd.grad(ours, inputs), torch.autograd.grad(theirs, inputs), strict=True):
-        torch.testing.assert_close(mine, other)
+    for actual, other in zip(torch.autograd.grad(ours, inputs), torch.autograd.grad(theirs, inputs), strict=True):
+        torch.testing.assert_close(actual, other)

@@ -57,12 +57,12 @@ def test_packed_batches_match_padded_ones_and_their_gradients(mask, relative: bo
     real = torch.arange(9) < torch.tensor(LENGTHS)[:, None]
     theirs = encoder(padded(packed), mask=rg.padding(LENGTHS))[real]
     torch.testing.assert_close(ours, theirs, rtol=0, atol=1e-5)
-    for mine, their in zip(
+    for actual, their in zip(
         torch.autograd.grad(ours.square().sum(), list(encoder.parameters())),
         torch.autograd.grad(theirs.square().sum(), list(encoder.parameters())),
         strict=True,
     ):
-        torch.testing.assert_close(mine, their, rtol=1e-4, atol=1e-4)
+        torch.testing.assert_close(actual, their, rtol=1e-4, atol=1e-4)
 
 
 def test_packed_targets_attend_to_their_own_sources() -> None:

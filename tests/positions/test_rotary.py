@@ -146,8 +146,8 @@ def test_dynamic_scaling_starts_beyond_the_original_length_and_follows_the_longe
         assert torch.equal(rotary(x, scaling=Dynamic(2.0, original=original)), rotary(x))
     # 12 positions of 4: 2 * 12 / 4 - 1 = 5, and 8 / (8 - 2) = 4 / 3
     stretched = rotary(x, base=10000.0 * 5 ** (4 / 3))
-    got = Dynamic(2.0, original=4).frequencies(10000.0, 8, torch.tensor([[3, 0], [1, 11]]))
-    torch.testing.assert_close(got.tolist(), [plain(10000.0, 8), plain(10000.0 * 5 ** (4 / 3), 8)])
+    result = Dynamic(2.0, original=4).frequencies(10000.0, 8, torch.tensor([[3, 0], [1, 11]]))
+    torch.testing.assert_close(result.tolist(), [plain(10000.0, 8), plain(10000.0 * 5 ** (4 / 3), 8)])
     long = torch.cat((x, x, x), dim=2)
     out = rotary(long, scaling=Dynamic(2.0, original=4))
     torch.testing.assert_close(out[:, :, :4], stretched)
@@ -172,8 +172,8 @@ def test_dynamic_scaling_of_one_pair_changes_nothing_since_no_base_does():
 def test_yarn_keeps_fast_pairs_divides_slow_ones_and_ramps_between():
     # base 10000, d_rotary 64, 4096 positions: pair(32) = 64 ln(4096 / 64 pi) / (2 ln 10000) = 10.47 -> 10,
     # pair(1) = 64 ln(4096 / 2 pi) / (2 ln 10000) = 22.51 -> 23
-    got = Yarn(4.0, original=4096).frequencies(10000.0, 64, torch.arange(3)).tolist()
-    for i, (frequency, kept) in enumerate(zip(got, plain(10000.0, 64), strict=True)):
+    result = Yarn(4.0, original=4096).frequencies(10000.0, 64, torch.arange(3)).tolist()
+    for i, (frequency, kept) in enumerate(zip(result, plain(10000.0, 64), strict=True)):
         share = min(max((i - 10) / 13, 0), 1)
         assert frequency == pytest.approx(kept * (1 - share) + kept / 4 * share, rel=1e-12)
 
@@ -187,23 +187,23 @@ def test_yarn_keeps_fast_pairs_divides_slow_ones_and_ramps_between():
     ],
 )
 def test_yarns_ramp_is_cut_at_the_ends_as_in_the_papers_code(base, original, first, last):
-    got = Yarn(4.0, original=original).frequencies(base, 8, torch.arange(3)).tolist()
-    for i, (frequency, kept) in enumerate(zip(got, plain(base, 8), strict=True)):
+    result = Yarn(4.0, original=original).frequencies(base, 8, torch.arange(3)).tolist()
+    for i, (frequency, kept) in enumerate(zip(result, plain(base, 8), strict=True)):
         share = min(max((i - first) / (last - first), 0), 1)
         assert frequency == pytest.approx(kept * (1 - share) + kept / 4 * share, rel=1e-12)
 
 
 def test_yarn_with_a_ramp_of_no_length_steps_from_kept_to_divided():
     # 6 positions: fewer than one turn, pairs -1.97 and -0.02, both cut to 0
-    got = Yarn(4.0, original=6).frequencies(10000.0, 8, torch.arange(3)).tolist()
+    result = Yarn(4.0, original=6).frequencies(10000.0, 8, torch.arange(3)).tolist()
     kept = plain(10000.0, 8)
-    assert got == pytest.approx([kept[0], *(frequency / 4 for frequency in kept[1:])], rel=1e-12)
+    assert result == pytest.approx([kept[0], *(frequency / 4 for frequency in kept[1:])], rel=1e-12)
 
 
 def test_yarn_without_truncation_ramps_from_where_the_turns_are_met_exactly():
     first, last = (64 * math.log(4096 / (turns * 2 * math.pi)) / (2 * math.log(10000.0)) for turns in (32, 1))
-    got = Yarn(4.0, original=4096, truncate=False).frequencies(10000.0, 64, torch.arange(3)).tolist()
-    for i, (frequency, kept) in enumerate(zip(got, plain(10000.0, 64), strict=True)):
+    result = Yarn(4.0, original=4096, truncate=False).frequencies(10000.0, 64, torch.arange(3)).tolist()
+    for i, (frequency, kept) in enumerate(zip(result, plain(10000.0, 64), strict=True)):
         share = min(max((i - first) / (last - first), 0), 1)
         assert frequency == pytest.approx(kept * (1 - share) + kept / 4 * share, rel=1e-12)
 
@@ -231,9 +231,9 @@ def test_the_turned_channels_grow_by_the_magnitude_and_the_others_do_not(scaling
 
 def test_llama3_divides_long_wavelengths_keeps_short_ones_and_passes_smoothly_between():
     scaling = Llama3(8.0, low_frequency=1.0, high_frequency=4.0, original=8192)
-    got = scaling.frequencies(500000.0, 128, torch.arange(3)).tolist()
+    actual = scaling.frequencies(500000.0, 128, torch.arange(3)).tolist()
     kinds = set()
-    for frequency, kept in zip(got, plain(500000.0, 128), strict=True):
+    for frequency, kept in zip(actual, plain(500000.0, 128), strict=True):
         wavelength = 2 * math.pi / kept
         if wavelength < 8192 / 4:
             expected, kind = kept, "kept"

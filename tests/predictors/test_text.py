@@ -120,12 +120,12 @@ def test_texts_are_compared(tmp_path: Path) -> None:
     save_tokenizer(tmp_path)
     texts = ["the cat sat", "a dog ran", "the big cat sat"]
     predictor = open_model(tmp_path)
-    found = predict(predictor, *texts)
+    result = predict(predictor, *texts)
     vectors = model([torch.tensor(ids) for ids in ([2, 5, 6, 7, 3], [2, 10, 11, 12, 3], [2, 5, 22, 6, 7, 3])])
     vectors = torch.nn.functional.normalize(vectors, dim=-1)
     similar = (vectors @ vectors.T).detach() - 2 * torch.eye(3)
-    assert [each.output for each in found] == [texts[n] for n in similar.argmax(1).tolist()]
-    assert [each.score for each in found] == pytest.approx(similar.max(1).values.tolist(), abs=1e-5)
+    assert [each.output for each in result] == [texts[n] for n in similar.argmax(1).tolist()]
+    assert [each.score for each in result] == pytest.approx(similar.max(1).values.tolist(), abs=1e-5)
     with pytest.raises(UserError, match="give at least two"):
         predict(predictor, texts[0])
     rows = [Row("1", ("the cat", "the cat")), Row("2", ("a dog ran", "a dog ran"))]

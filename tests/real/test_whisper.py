@@ -32,10 +32,10 @@ def others() -> tuple:
 @pytest.mark.parametrize("clip", CLIPS, ids=lambda path: path.stem)
 def test_a_clip_is_transcribed_as_by_transformers(clip: Path, others: tuple) -> None:
     model, words = rg.load(WEIGHTS), rg.models.tokenizer(WEIGHTS)
-    found = words.decode(model.generate(whisper_features(wave(clip))[None])[0].tolist())
+    actual = words.decode(model.generate(whisper_features(wave(clip))[None])[0].tolist())
     features = others[1](wave(clip).numpy(), sampling_rate=16000, return_tensors="pt").input_features
     expected = words.decode(others[0].generate(features)[0].tolist(), skip_special_tokens=True)
-    assert found == expected
+    assert actual == expected
     assert model.detect_language(whisper_features(wave(clip))[None]) == ["en"]
 
 
@@ -43,11 +43,11 @@ def test_a_long_sound_is_transcribed_as_by_transformers(others: tuple) -> None:
     model, words = rg.load(WEIGHTS), rg.models.tokenizer(WEIGHTS)
     long = torch.cat([wave(clip) for clip in CLIPS] * 2)
     assert len(long) > 30 * 16000
-    found = model.transcribe(long)
+    actual = model.transcribe(long)
     inputs = others[1](
         long.numpy(), sampling_rate=16000, return_tensors="pt", truncation=False, padding="longest",
         return_attention_mask=True,
     )  # fmt: skip
     expected = others[0].generate(inputs.input_features, attention_mask=inputs.attention_mask, return_timestamps=True)
     spoken = re.sub(r"<\|[\d.]+\|>", "", words.decode(expected[0].tolist(), skip_special_tokens=True))
-    assert words.decode(found.tokens) == spoken
+    assert words.decode(actual.tokens) == spoken

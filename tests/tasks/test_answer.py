@@ -34,15 +34,15 @@ COLOURS, WHO = ("red", "blue"), ("cat", "dog", "bird")
 
 def toys(count: int = 240) -> list[dict[str, Any]]:
     """Questions for the colour or the subject; those for a colour have no answer in contexts without one."""
-    found = []
+    rows = []
     for n, context in enumerate(sentences(count, seed=3)):
         words = context.split()
-        wanted, question = (COLOURS, "which colour") if n % 2 else (WHO, "who does it")
-        answers = [{"text": word, "answer_start": context.index(word)} for word in words if word in wanted][:1]
+        names, question = (COLOURS, "which colour") if n % 2 else (WHO, "who does it")
+        answers = [{"text": word, "answer_start": context.index(word)} for word in words if word in names][:1]
         qa = {"id": f"q{n}", "question": question, "answers": answers, "is_impossible": not answers}
-        found.append({"context": context, "qas": [qa]})
-    random.Random(1).shuffle(found)
-    return found
+        rows.append({"context": context, "qas": [qa]})
+    random.Random(1).shuffle(rows)
+    return rows
 
 
 def squad(folder: Path, paragraphs: Any, name: str = "data.json") -> Path:
@@ -189,7 +189,7 @@ def test_the_loss_is_over_all_windows_and_all_places_that_are_right() -> None:
     torch.manual_seed(0)
     model = task.model(processor).double().eval()
     batch = items.batch(np.arange(2), np.random.default_rng(0))
-    found = task.loss(model, batch, 0.0)
+    loss = task.loss(model, batch, 0.0)
     ids, segments, _, _ = batch.inputs
     logits, at, want = model(ids, segments=segments).values, 0, 0.0
     for n, one in enumerate(examples):
@@ -210,7 +210,7 @@ def test_the_loss_is_over_all_windows_and_all_places_that_are_right() -> None:
         for side in (0, 1):
             assert right[side]
             want = want + (torch.stack(every[side]).logsumexp(0) - torch.stack(right[side]).logsumexp(0)) / 2
-    torch.testing.assert_close(found.double(), torch.as_tensor(want), rtol=1e-5, atol=1e-6, check_dtype=False)
+    torch.testing.assert_close(loss.double(), torch.as_tensor(want), rtol=1e-5, atol=1e-6, check_dtype=False)
 
 
 def test_an_answer_that_is_cut_by_a_window_counts_in_the_window_that_has_all_of_it() -> None:
@@ -241,16 +241,16 @@ def test_the_best_span_is_that_of_all_windows_and_no_longer_than_asked() -> None
                 for j in range(i, min(part.stop, i + most)):
                     shift = part.before - part.first
                     most_likely = max(most_likely, (float(chances[i + shift, 0] + chances[j + shift, 1]), i, j))
-        found = best_answer(items.questions[0], windows, most)
+        result = best_answer(items.questions[0], windows, most)
         first, last = (
             int(items.questions[0].offsets[most_likely[1], 0]),
             int(items.questions[0].offsets[most_likely[2], 1]),
         )
-        assert (found.text, found.start) == (context[first:last], first)
-        assert found.chance == pytest.approx(np.exp(most_likely[0]), rel=1e-5)
+        assert (result.text, result.start) == (context[first:last], first)
+        assert result.chance == pytest.approx(np.exp(most_likely[0]), rel=1e-5)
         none = sum(np.exp(float(chances[0, 0])) for chances in windows)
         none *= sum(np.exp(float(chances[0, 1])) for chances in windows)
-        assert found.none == pytest.approx(none, rel=1e-4)
+        assert result.none == pytest.approx(none, rel=1e-4)
 
 
 def test_a_long_context_is_answered_from_any_of_its_windows(trained: Run) -> None:
@@ -261,9 +261,9 @@ def test_a_long_context_is_answered_from_any_of_its_windows(trained: Run) -> Non
     ]
     items = task.dataset(trained.processor, [Row("", each) for each in examples], BadRows())
     assert len(items.questions[1].windows) > 4
-    _, found = task._find_answers(trained.model()[0], items)
-    assert found.text == "red"
-    assert examples[1].context[found.start : found.start + 3] == "red"
+    _, answers = task._find_answers(trained.model()[0], items)
+    assert answers.text == "red"
+    assert examples[1].context[answers.start : answers.start + 3] == "red"
 
 
 # Reading
@@ -457,13 +457,13 @@ def test_a_checkpoint_of_transformers_answers_as_it_does_there(tmp_path: Path) -
         ours = model(inputs["input_ids"], segments=inputs["token_type_ids"])
     torch.testing.assert_close(ours, torch.stack((other.start_logits, other.end_logits), -1), atol=1e-4, rtol=1e-4)
     task = replace(run.task, max_answer_length=99)
-    (found,) = task._find_answers(
+    (answer,) = task._find_answers(
         model, task.dataset(run.processor, [Row("", SquadExample("the red cat sees", "who sees ?", (), ""))], BadRows())
     )
     begins, ends = (each[0, 5:9].log_softmax(0) for each in (other.start_logits, other.end_logits))
     scores = (begins[:, None] + ends).triu() + torch.full((4, 4), -1e9).tril(-1)
     first, last = divmod(int(scores.argmax()), 4)
-    assert found.text == " ".join(["the", "red", "cat", "sees"][first : last + 1])
+    assert answer.text == " ".join(["the", "red", "cat", "sees"][first : last + 1])
     export(run, tmp_path / "out", onnx=False)
     assert json.loads((tmp_path / "out" / "config.json").read_text())["architectures"] == ["BertForQuestionAnswering"]
     assert isinstance(regard.load(tmp_path / "out"), QuestionAnswering)

@@ -53,8 +53,8 @@ def test_the_threshold_is_the_best_of_all() -> None:
 
 
 def _f1(rows: list[tuple[float, str, list[str]]], threshold: float) -> float:
-    found = [metrics.answer("" if absence > threshold else output, right) for absence, output, right in rows]
-    return float(np.mean([each[1] for each in found]))
+    results = [metrics.answer("" if absence > threshold else output, right) for absence, output, right in rows]
+    return float(np.mean([each[1] for each in results]))
 
 
 # The command, and checkpoints

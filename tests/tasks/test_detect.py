@@ -173,13 +173,13 @@ def test_boxes_move_with_their_images(down: int, right: int, mirror: bool) -> No
 
 def test_boxes_are_in_pixels_of_the_original_image(tmp_path: Path) -> None:
     Image.fromarray(np.zeros((100, 200), np.uint8)).save(tmp_path / "a.png")
-    found = Detections(np.array([[20.0, 10.0, 150.0, 80.0]]), np.array([0]), np.ones(1))
+    detections = Detections(np.array([[20.0, 10.0, 150.0, 80.0]]), np.array([0]), np.ones(1))
     row = Row("a", (str(tmp_path / "a.png"), ()))
     items = DetectedImages(
-        tasks()["detect"](), ImageFormat(1, 64, 64, (0,), (1,)), np.zeros((1, 1, 64, 64)), [found], [row]
+        tasks()["detect"](), ImageFormat(1, 64, 64, (0,), (1,)), np.zeros((1, 1, 64, 64)), [detections], [row]
     )
-    np.testing.assert_allclose(items.scaled(0).boxes, found.boxes * 0.32)
-    np.testing.assert_allclose(items.unscaled(0, items.scaled(0)).boxes, found.boxes)
+    np.testing.assert_allclose(items.scaled(0).boxes, detections.boxes * 0.32)
+    np.testing.assert_allclose(items.unscaled(0, items.scaled(0)).boxes, detections.boxes)
 
 
 def test_a_run_that_died_ends_with_the_same_bits(tmp_path: Path) -> None:

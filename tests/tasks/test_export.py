@@ -55,12 +55,12 @@ def sources(batch: int, length: int, vocabulary: int) -> tuple[Tensor, Tensor]:
 def writers() -> dict[str, Transformer]:
     shape = {"vocabulary": 60, "d_model": 16, "layers": 2, "heads": 2, "d_hidden": 32, "suppress_tokens": (0, 1, 3)}
     torch.manual_seed(0)
-    made = {
+    models = {
         "translator": Transformer(TransformerConfig(**shape)),
         "two vocabularies": Transformer(TransformerConfig(**shape, target_vocabulary=50, tied=False, logits_bias=True)),
         "summariser": PointerTransformer(TransformerConfig(**shape, window=3)),
     }
-    return {name: model.eval() for name, model in made.items()}
+    return {name: model.eval() for name, model in models.items()}
 
 
 @pytest.fixture(scope="module", params=writers())
@@ -73,8 +73,8 @@ def writer(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFact
 def decoder_inputs(graphs: Graphs, ids: Tensor, mask: Tensor) -> dict[str, np.ndarray]:
     inputs = {"source_ids": ids.numpy(), "source_mask": mask.numpy()}
     (encoded,) = graphs["encoder"].run(None, inputs)
-    wanted = {each.name for each in graphs["decoder"].get_inputs()}
-    return {name: value for name, value in (inputs | {"encoded": encoded}).items() if name in wanted}
+    names = {each.name for each in graphs["decoder"].get_inputs()}
+    return {name: value for name, value in (inputs | {"encoded": encoded}).items() if name in names}
 
 
 @pytest.mark.parametrize(("batch", "length"), SIZES)
@@ -86,11 +86,11 @@ def test_a_pair_of_graphs_computes_what_the_model_does(
     inputs = decoder_inputs(graphs, ids, mask)
     for count in (1, 2, 130):
         target = torch.randint(4, 50, (batch, count))
-        (found,) = graphs["decoder"].run(None, inputs | {"target_ids": target.numpy()})
+        (actual,) = graphs["decoder"].run(None, inputs | {"target_ids": target.numpy()})
         with torch.no_grad():
             expected = model(ids, target, mask).clone()
         expected[..., list(model.config.suppress_tokens)] = -np.inf
-        torch.testing.assert_close(torch.from_numpy(found), expected, rtol=1e-4, atol=1e-5)
+        torch.testing.assert_close(torch.from_numpy(actual), expected, rtol=1e-4, atol=1e-5)
 
 
 @pytest.mark.parametrize(("batch", "length"), SIZES)
@@ -104,9 +104,9 @@ def test_a_greedy_loop_in_onnxruntime_writes_what_generate_does(
     while target.shape[1] <= 12 and not (target == config.stop).any(1).all():
         (logits,) = graphs["decoder"].run(None, inputs | {"target_ids": target})
         target = np.concatenate((target, logits[:, -1:].argmax(-1)), 1)
-    found = [row[1 : np.argmax(row == config.stop) if config.stop in row else None].tolist() for row in target]
+    generated = [row[1 : np.argmax(row == config.stop) if config.stop in row else None].tolist() for row in target]
     expected = [row.tolist() for row in model.generate(ids, mask, max_new_tokens=12)]
-    assert found == expected
+    assert generated == expected
     assert any(expected)
 
 
@@ -168,10 +168,10 @@ def test_a_language_model_computes_the_same_in_onnxruntime(tmp_path: Path) -> No
     assert shapes(graph)[0] == {"ids": ["batch", "length"], "mask": ["batch", "length"]}
     for batch, length in SIZES:
         ids, mask = sources(batch, length, 60)
-        (found,) = graph.run(None, {"ids": ids.numpy(), "mask": mask.numpy()})
+        (actual,) = graph.run(None, {"ids": ids.numpy(), "mask": mask.numpy()})
         with torch.no_grad():
             expected = model(ids, mask)
-        torch.testing.assert_close(torch.from_numpy(found)[mask], expected[mask], rtol=1e-4, atol=1e-5)
+        torch.testing.assert_close(torch.from_numpy(actual)[mask], expected[mask], rtol=1e-4, atol=1e-5)
 
 
 @pytest.mark.parametrize("called", [False, True])

@@ -131,9 +131,9 @@ def test_answers_and_texts_that_the_model_cannot_take_are_reported(tmp_path: Pat
 def test_a_text_of_an_image_is_known_from_one_that_is_not(trained: tuple[Run, Any, Path]) -> None:
     run, examples, _ = trained
     model, _ = run.model()
-    found = run.task.evaluate(model, run.processor, examples.test)
-    assert found["accuracy"] > 0.9
-    assert f"right of {CANDIDATES}" not in found  # there are only two texts
+    metrics = run.task.evaluate(model, run.processor, examples.test)
+    assert metrics["accuracy"] > 0.9
+    assert f"right of {CANDIDATES}" not in metrics  # there are only two texts
     rivals = run.task.baselines(run.processor, examples.train, examples.test)
     assert all(each["accuracy"] < 0.7 for each in rivals.values())
 

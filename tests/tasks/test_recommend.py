@@ -145,7 +145,7 @@ def test_the_figures_are_those_of_torchmetrics() -> None:
     torch.manual_seed(0)
     scores, right = torch.rand(40, 25), torch.randint(25, (40,))
     own = scores.gather(1, right[:, None])
-    found = ranking(1 + (scores > own).sum(1))
+    result = ranking(1 + (scores > own).sum(1))
     measures: dict[str, Callable[..., Any]] = {
         "ndcg@10": lambda *x: retrieval_normalized_dcg(*x, top_k=10),
         "hit@10": lambda *x: retrieval_hit_rate(*x, top_k=10),
@@ -153,7 +153,7 @@ def test_the_figures_are_those_of_torchmetrics() -> None:
     }
     for name, measure in measures.items():
         each = [float(measure(row, torch.arange(25) == n)) for row, n in zip(scores, right, strict=True)]
-        assert found[name] == pytest.approx(np.mean(each), abs=1e-6)
+        assert result[name] == pytest.approx(np.mean(each), abs=1e-6)
 
 
 def test_nearest_items_are_by_the_cosine_of_their_users() -> None:
@@ -164,18 +164,18 @@ def test_nearest_items_are_by_the_cosine_of_their_users() -> None:
         row[items] = 1
     cosine = seen.T @ seen / np.sqrt(np.outer(seen.sum(0), seen.sum(0)))
     np.fill_diagonal(cosine, 0)
-    found = Neighbours(histories, 9, nearest=9).scores([np.array([2, 5, 5])])
-    np.testing.assert_allclose(found[0], cosine[2] + cosine[5], atol=1e-6)
+    scores = Neighbours(histories, 9, nearest=9).scores([np.array([2, 5, 5])])
+    np.testing.assert_allclose(scores[0], cosine[2] + cosine[5], atol=1e-6)
     kept = np.where(cosine >= np.sort(cosine, 1)[:, -3:-2], cosine, 0)  # of each item its three nearest
-    found = Neighbours(histories, 9, nearest=3).scores([np.array([2, 5])])
-    np.testing.assert_allclose(found[0], kept[:, 2] + kept[:, 5], atol=1e-6)
+    scores = Neighbours(histories, 9, nearest=3).scores([np.array([2, 5])])
+    np.testing.assert_allclose(scores[0], kept[:, 2] + kept[:, 5], atol=1e-6)
 
 
 def test_an_order_is_learned_better_than_by_popularity_or_neighbours(trained: Run) -> None:
     examples = read_examples(trained.task, Sources.from_json(trained.about["sources"]), 1)
     model, _ = trained.model()
-    found = trained.task.evaluate(model, trained.processor, examples.test)
-    assert found["ndcg@10"] > 0.95
+    metrics = trained.task.evaluate(model, trained.processor, examples.test)
+    assert metrics["ndcg@10"] > 0.95
     rivals = trained.task.baselines(trained.processor, examples.train, examples.test)
     assert list(rivals) == ["most popular", "nearest items", "nearest to the last 10"]
     assert all(each["ndcg@10"] < 0.9 for each in rivals.values())

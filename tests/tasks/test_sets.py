@@ -23,13 +23,13 @@ SMALL = {"d_model": 16, "layers": 1, "heads": 2, "points": 4}
 
 def sets(count: int, seed: int = 1) -> list[tuple[list[list[float]], str, float]]:
     """Random points; a set with an outlier is `odd`. The number is the largest first coordinate."""
-    chance, found = np.random.default_rng(seed), []
+    chance, rows = np.random.default_rng(seed), []
     for n in range(count):
         points = chance.normal(0, 1, (int(chance.integers(3, 9)), 2)).round(3)
         if n % 2:
             points[int(chance.integers(len(points)))] = (0, 6)
-        found.append((points.tolist(), "odd" if n % 2 else "even", float(points[:, 0].max())))
-    return found
+        rows.append((points.tolist(), "odd" if n % 2 else "even", float(points[:, 0].max())))
+    return rows
 
 
 def table(folder: Path, *, number: bool = False, count: int = 160) -> Path:
@@ -130,9 +130,9 @@ def test_the_largest_number_is_predicted_better_than_by_the_mean(tmp_path: Path)
     run = trained_on(tmp_path, table(tmp_path, number=True), steps=80, number=True)
     examples = read_examples(run.task, Sources.from_json(run.about["sources"]), 1)
     model, _ = run.model()
-    found = run.task.evaluate(model, run.processor, examples.test)
+    metrics = run.task.evaluate(model, run.processor, examples.test)
     rivals = run.task.baselines(run.processor, examples.train, examples.test)
-    assert found["mae"] < 0.6 * rivals["always the mean"]["mae"]
+    assert metrics["mae"] < 0.6 * rivals["always the mean"]["mae"]
     assert rivals["linear on count, mean, deviation, least and most"]["r2"] > 0.99  # the most is among them
     (prediction,) = run.task.predict(model, run.processor, [Row("input 1", ("0 0; 1.5 2; -1 0",))], BadRows())
     assert float(prediction.output) == pytest.approx(prediction.score, rel=1e-4)

@@ -103,15 +103,15 @@ def test_a_transcriber_evaluates_speech(
     listener = tasks()["transcribe"](**options)
     recipe = replace(listener.recipe, steps=2, tokens=100, warmup=1, evaluate_every=2)
     table = folder_of(tmp_path / "data", words(20))
-    judge, heard = create_run(tmp_path / "judge", listener, recipe, Sources((str(table),), held_out=2))
-    train(judge, heard)
+    judge, listener_examples = create_run(tmp_path / "judge", listener, recipe, Sources((str(table),), held_out=2))
+    train(judge, listener_examples)
     task = replace(run.task, transcriber=str(judge.folder))  # type: ignore[type-var]
     monkeypatch.setattr(type(judge.task), "transcribe", lambda self, model, processor, wave: ("ab", 1.0))
     model, _ = run.model()
     rows = examples.test[:2]
-    found = task.evaluate(model, run.processor, rows)["cer"]
-    assert found > 0
-    assert found == task.baselines(run.processor, examples.train, rows)["recording"]["cer"]
+    error_rate = task.evaluate(model, run.processor, rows)["cer"]
+    assert error_rate > 0
+    assert error_rate == task.baselines(run.processor, examples.train, rows)["recording"]["cer"]
     with pytest.raises(ValueError, match=r"transcriber must be a run directory of transcribe, but .* has no run\.json"):
         replace(run.task, transcriber=str(tmp_path))  # type: ignore[type-var]
     with pytest.raises(UserError, match="--transcriber must be a run of transcribe, but is one of speak"):

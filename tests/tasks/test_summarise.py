@@ -118,8 +118,8 @@ def test_an_exported_run_loads_to_the_same_model(trained: Run, tmp_path: Path) -
     export(trained, tmp_path / "out")
     again = regard.load(tmp_path / "out")
     assert type(again) is PointerTransformer
-    for mine, other in zip(trained.model()[0].parameters(), again.parameters(), strict=True):
-        assert torch.equal(mine, other)
+    for actual, other in zip(trained.model()[0].parameters(), again.parameters(), strict=True):
+        assert torch.equal(actual, other)
 
 
 def test_the_command_prints_summaries_and_shows_their_attention(trained: Run, tmp_path: Path) -> None:

@@ -38,7 +38,7 @@ LEARNS: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
 @pytest.fixture(scope="module")
 def trained(tmp_path_factory: pytest.TempPathFactory) -> dict[str, tuple[Run, Examples]]:
     torch.set_num_threads(1)
-    found = {}
+    results = {}
     for name, (options, recipe) in LEARNS.items():
         folder = tmp_path_factory.mktemp(name)
         run = new_run(
@@ -46,8 +46,8 @@ def trained(tmp_path_factory: pytest.TempPathFactory) -> dict[str, tuple[Run, Ex
         )
         examples = read_examples(run.task, Sources.from_json(run.about["sources"]), 1)
         train(run, examples)
-        found[name] = run, examples
-    return found
+        results[name] = run, examples
+    return results
 
 
 @pytest.mark.parametrize("name", tasks())
@@ -235,8 +235,8 @@ def test_an_exported_run_loads_to_the_same_model(
     ours, _ = run.model()
     theirs = regard.load(tmp_path / "out")
     assert type(theirs) is type(ours)
-    for mine, other in zip(ours.parameters(), theirs.parameters(), strict=True):
-        assert torch.equal(mine, other)
+    for actual, other in zip(ours.parameters(), theirs.parameters(), strict=True):
+        assert torch.equal(actual, other)
     with pytest.raises(UserError, match="not empty"):
         export(run, tmp_path / "out")
 

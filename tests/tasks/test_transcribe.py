@@ -83,11 +83,11 @@ def test_other_rates_and_channels_sound_the_same(rate: int, channels: int, tmp_p
     wave = load_waveform(Row("here", (str(tmp_path / "a.wav"),)), BadRows())
     assert wave is not None
     expected = log_mel_features(tones("abca", np.random.default_rng(1)), 40).astype(np.float32)
-    found = log_mel_features(wave, 40).astype(np.float32)
-    assert abs(len(found) - len(expected)) <= 1
-    both = min(len(found), len(expected))
+    actual = log_mel_features(wave, 40).astype(np.float32)
+    assert abs(len(actual) - len(expected)) <= 1
+    both = min(len(actual), len(expected))
     loud = expected[:both] > 0
-    assert float(np.abs(found[:both] - expected[:both])[loud].mean()) < 0.1
+    assert float(np.abs(actual[:both] - expected[:both])[loud].mean()) < 0.1
 
 
 def spoilt(folder: Path, how: str) -> str:
@@ -257,23 +257,23 @@ def test_an_exported_model_is_read_by_regard(trained: tuple[Run, Examples], tmp_
     onnxruntime = pytest.importorskip("onnxruntime")
     export(run, tmp_path / "out")
     again, (model, _) = regard.load(tmp_path / "out"), run.model()
-    heard, mask = torch.randn(2, 57, 40), torch.arange(57) < torch.tensor([[57], [30]])
-    expected = model(heard, mask).detach()
-    assert torch.equal(again(heard, mask), expected)
+    features, mask = torch.randn(2, 57, 40), torch.arange(57) < torch.tensor([[57], [30]])
+    expected = model(features, mask).detach()
+    assert torch.equal(again(features, mask), expected)
     graph = onnxruntime.InferenceSession(str(tmp_path / "out" / "model.onnx"))
-    (found,) = graph.run(None, {"features": heard.numpy(), "mask": mask.numpy()})
-    torch.testing.assert_close(torch.from_numpy(found)[0], expected[0], rtol=1e-4, atol=1e-5)
-    torch.testing.assert_close(torch.from_numpy(found)[1, :8], expected[1, :8], rtol=1e-4, atol=1e-5)
+    (actual,) = graph.run(None, {"features": features.numpy(), "mask": mask.numpy()})
+    torch.testing.assert_close(torch.from_numpy(actual)[0], expected[0], rtol=1e-4, atol=1e-5)
+    torch.testing.assert_close(torch.from_numpy(actual)[1, :8], expected[1, :8], rtol=1e-4, atol=1e-5)
 
 
 def test_masks_do_not_exceed_the_ratio() -> None:
-    heard = regard.pack([torch.zeros(100, 40), torch.zeros(30, 40)])
+    features = regard.pack([torch.zeros(100, 40), torch.zeros(30, 40)])
     for seed in range(20):
-        shown = spec_augment_mask(heard, 0.4, np.random.default_rng(seed))
+        shown = spec_augment_mask(features, 0.4, np.random.default_rng(seed))
         for clip in (shown[:100], shown[100:]):
             assert clip.any(1).mean() >= 0.6
             assert clip.any(0).mean() >= 0.6
-    assert spec_augment_mask(heard, 0.0, np.random.default_rng(0)).all()
+    assert spec_augment_mask(features, 0.0, np.random.default_rng(0)).all()
 
 
 def test_the_nearest_clip_of_a_clip_is_itself() -> None:

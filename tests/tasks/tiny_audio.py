@@ -20,10 +20,10 @@ def tones(word: str, chance: np.random.Generator, rate: int = 16000) -> np.ndarr
 
 
 def words(count: int, seed: int = 1) -> list[str]:
-    chance, found = np.random.default_rng(seed), dict[str, None]()
-    while len(found) < count:
-        found["".join(chance.choice(list(LETTERS), chance.integers(2, 5)))] = None
-    return list(found)
+    chance, words = np.random.default_rng(seed), dict[str, None]()
+    while len(words) < count:
+        words["".join(chance.choice(list(LETTERS), chance.integers(2, 5)))] = None
+    return list(words)
 
 
 def folder_of(

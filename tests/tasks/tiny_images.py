@@ -17,14 +17,14 @@ from regard.training.sources import Examples
 
 def stripes(count: int, size: int = 8, seed: int = 1) -> list[tuple[str, np.ndarray]]:
     """Labels and images: a bright horizontal (lies) or vertical (rises) line on noise."""
-    chance, found = np.random.default_rng(seed), []
+    chance, rows = np.random.default_rng(seed), []
     for n in range(count):
         image = chance.integers(0, 60, (size, size)).astype(np.uint8)
         at = int(chance.integers(size))
         label = ("lies", "rises")[n % 2]
         image[(at, slice(None)) if label == "lies" else (slice(None), at)] = 220
-        found.append((label, image))
-    return found
+        rows.append((label, image))
+    return rows
 
 
 def folder_of(folder: Path, images: list[tuple[str, np.ndarray]]) -> Path:

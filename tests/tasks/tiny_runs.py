@@ -17,13 +17,13 @@ from regard.training.loop import NoCallback, Step
 
 def sentences(count: int, seed: int = 1) -> list[str]:
     """Sentences such as "the red cat sees one dog", in which the subject determines the verb."""
-    chance, found = random.Random(seed), []
+    chance, rows = random.Random(seed), []
     for _ in range(count):
         subject, verb = chance.choice([("cat", "sees"), ("dog", "hears"), ("bird", "likes")])
         first, other = chance.choice(["the", "a", "one"]), chance.choice(["cat", "dog", "bird"])
         how = chance.choice([[], ["red"], ["blue"], ["small"], ["big", "red"]])
-        found.append(" ".join([first, *how, subject, verb, *chance.choice([[], ["the", other]])]))
-    return found
+        rows.append(" ".join([first, *how, subject, verb, *chance.choice([[], ["the", other]])]))
+    return rows
 
 
 def texts(folder: Path, count: int = 60) -> str:

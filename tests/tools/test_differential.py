@@ -38,16 +38,16 @@ def one_thread() -> Any:
 
 @pytest.mark.parametrize("family", FAMILIES)
 def test_a_family_holds_in_a_few_configurations(family: str) -> None:
-    found = [*check(family, 0, WAYS, fixed={}), *check(family, 1, WAYS), *check(family, 2, MODES)]
-    assert [str(finding) for finding in found] == []
+    findings = [*check(family, 0, WAYS, fixed={}), *check(family, 1, WAYS), *check(family, 2, MODES)]
+    assert [str(finding) for finding in findings] == []
 
 
 def test_every_module_and_model_is_drawn() -> None:
     public = {
-        found
+        kind
         for home in (rg.nn, models)
         for name in home.__all__
-        if isinstance(found := getattr(home, name), type) and issubclass(found, nn.Module)
+        if isinstance(kind := getattr(home, name), type) and issubclass(kind, nn.Module)
     }
     drawn = set()
     for family in FAMILIES.values():
@@ -57,9 +57,9 @@ def test_every_module_and_model_is_drawn() -> None:
 
 
 def first(family: str, ways: list[str], fixed: dict[str, int]) -> Finding:
-    found = next(check(family, 0, ways, fixed=fixed), None)
-    assert found is not None, "the planted bug is not found"
-    return found
+    finding = next(check(family, 0, ways, fixed=fixed), None)
+    assert finding is not None, "the planted bug is not found"
+    return finding
 
 
 def test_a_mask_that_is_off_by_one_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -69,8 +69,8 @@ def test_a_mask_that_is_off_by_one_is_found(monkeypatch: pytest.MonkeyPatch) -> 
         return right(mask if mask is None else mask | mask.roll(1, 1), *rest)
 
     monkeypatch.setattr(inputs, "key_mask", wrong)
-    found = first("language", ["float32"], {"spare columns": 2})
-    assert found.way in ("right/float32", "left/float32")
+    finding = first("language", ["float32"], {"spare columns": 2})
+    assert finding.way in ("right/float32", "left/float32")
 
 
 def test_a_projection_that_is_wrong_in_every_form_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -81,8 +81,8 @@ def test_a_projection_that_is_wrong_in_every_form_is_found(monkeypatch: pytest.M
         return q, k, v * 1.001
 
     monkeypatch.setattr(rg.nn.MultiHeadAttention, "_fused_projection", wrong)
-    found = first("encoder", ["float64"], {})
-    assert found.way == "alone/float64"
+    finding = first("encoder", ["float64"], {})
+    assert finding.way == "alone/float64"
 
 
 def test_a_gradient_that_is_cut_off_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -105,8 +105,8 @@ def test_a_cache_that_forgets_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
         return (keys, values) if self.length < 4 else (keys, values * (torch.arange(self.length) != 1)[:, None])
 
     monkeypatch.setattr(rg.nn.Cache, "append", wrong)
-    found = first("language", ["float64"], {"kind of lengths": 2, "values": 1})
-    assert found.way.split("/")[0] in ("generation", "pieces")
+    finding = first("language", ["float64"], {"kind of lengths": 2, "values": 1})
+    assert finding.way.split("/")[0] in ("generation", "pieces")
 
 
 def test_a_finding_is_made_simpler_and_can_be_replayed(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -116,8 +116,8 @@ def test_a_finding_is_made_simpler_and_can_be_replayed(monkeypatch: pytest.Monke
     right = rg.nn.Last.forward
     monkeypatch.setattr(rg.nn.Last, "forward", last_column)
     chosen = {"pooling": 3, "d_model": 2, "number of lengths": 2, "filler": 1, "spare columns": 2}
-    found = first("pooling", ["float32"], chosen)
-    small = simplest(found)
+    finding = first("pooling", ["float32"], chosen)
+    small = simplest(finding)
     assert set(small.fixed) <= {"pooling", "spare columns", "number of lengths"}
     assert "pooling: 'last'" in str(small)
     with pytest.raises(AssertionError, match="off by"):

@@ -18,8 +18,8 @@ from tools.style import message_problems, problems
     ],
 )
 def test_words_and_names_that_are_ruled_out_are_reported(line: str) -> None:
-    (found,) = problems("a.py", f"\n{line}\n")
-    assert found.startswith("a.py:2: ")
+    (problem,) = problems("a.py", f"\n{line}\n")
+    assert problem.startswith("a.py:2: ")
 
 
 @pytest.mark.parametrize(

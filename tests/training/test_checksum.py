@@ -28,20 +28,20 @@ def test_every_bit_that_changed_is_found(tmp_path: Path) -> None:
     tensors = {"model.a": torch.randn(3, 2), "model.n": torch.tensor(7), "average.h": torch.randn(4).bfloat16()}
     path = run.save(tensors, Progress(step=3))
     whole, kept = path.read_bytes(), load(path)
-    found = 0
+    detected = 0
     for at in range(len(whole)):
         flip(path, at)
         try:
             values, notes = load(path)
         except Exception:
-            found += 1
+            detected += 1
             continue
         finally:
             path.write_bytes(whole)
         # The name of the checksum and spaces of the header have no effect on a training.
         assert notes["progress"] == kept[1]["progress"]
         assert all(torch.equal(value, kept[0][name]) for name, value in values.items())
-    assert found > len(whole) - 40
+    assert detected > len(whole) - 40
 
 
 def test_a_checkpoint_with_a_changed_bit_is_skipped_for_the_one_before(tmp_path: Path) -> None:
@@ -71,9 +71,9 @@ def test_checkpoints_of_earlier_versions_have_no_checksum(tmp_path: Path) -> Non
     run = new_run(tmp_path)
     path = run.save({"model.a": torch.ones(3)}, Progress(step=3))
     save_file(load_file(path), path, {"progress": '{"step": 3}'})
-    found = run.latest()
-    assert found is not None
-    assert found[1].step == 3
+    latest = run.latest()
+    assert latest is not None
+    assert latest[1].step == 3
 
 
 @pytest.mark.parametrize("part", ["notes.json", "safetensors"])
@@ -83,9 +83,9 @@ def test_a_checkpoint_in_parts_with_a_changed_bit_is_skipped(part: str, tmp_path
         run.save_shard({"model.a": torch.ones(30)}, Progress(step=step))
     (file,) = run.checkpoints()[0].glob(f"*{part}")
     flip(file, file.read_bytes().index(b'"step') + 9 if part == "notes.json" else -1)
-    found = run.latest(messages.append)
-    assert found is not None
-    assert found[1].step == 1
+    latest = run.latest(messages.append)
+    assert latest is not None
+    assert latest[1].step == 1
     assert "step-00000002: cannot be read" in messages[0]
 
 

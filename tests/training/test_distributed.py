@@ -26,9 +26,9 @@ from tests.tasks.tiny_runs import new_run, shard_on_two_ranks, train_as_rank
 
 
 def free_port() -> int:
-    with socket.socket() as found:
-        found.bind(("127.0.0.1", 0))
-        return found.getsockname()[1]
+    with socket.socket() as server:
+        server.bind(("127.0.0.1", 0))
+        return server.getsockname()[1]
 
 
 def losses(run: Run, name: str = "loss") -> list[float]:
@@ -36,8 +36,8 @@ def losses(run: Run, name: str = "loss") -> list[float]:
 
 
 def tokens(run: Run) -> list[float]:
-    found = [line for line in read_log(run.folder / "log.jsonl") if "loss" in line]
-    return [line["tokens_per_second"] * line["seconds"] for line in found]
+    steps = [line for line in read_log(run.folder / "log.jsonl") if "loss" in line]
+    return [line["tokens_per_second"] * line["seconds"] for line in steps]
 
 
 @pytest.fixture
@@ -126,9 +126,9 @@ def test_two_fsdp_processes_that_are_killed_end_with_the_same_weights(
     part = newest.with_name(f".{newest.name}.part")  # as if it had been killed before the folder got its name
     newest.rename(part)
     killed = train_together(killed.folder, 2, shard="fsdp")
-    mine, theirs = load(whole.checkpoints()[0])[0], load(killed.checkpoints()[0])[0]
-    assert mine.keys() == theirs.keys()
-    assert [name for name in mine if not torch.equal(mine[name], theirs[name])] == []
+    ours, theirs = load(whole.checkpoints()[0])[0], load(killed.checkpoints()[0])[0]
+    assert ours.keys() == theirs.keys()
+    assert [name for name in ours if not torch.equal(ours[name], theirs[name])] == []
     assert losses(whole) == losses(killed)
 
 
@@ -136,10 +136,10 @@ def test_a_damaged_checkpoint_of_shared_weights_is_skipped(tmp_path: Path, train
     run = new_run(tmp_path, "classify", steps=2, save_every=1, evaluate_every=2)
     run = train_together(run.folder, 3, shard="fsdp")  # more processes than labels: some shards are empty
     newest = run.checkpoints()[0].name
-    found = run.latest()
-    assert found is not None
+    latest = run.latest()
+    assert latest is not None
     run.task.model(run.processor).load_state_dict(
-        {name.removeprefix("model."): value for name, value in found[0].items() if name.startswith("model.")}
+        {name.removeprefix("model."): value for name, value in latest[0].items() if name.startswith("model.")}
     )
 
     def gone(file: Path) -> None:
@@ -158,9 +158,9 @@ def test_a_damaged_checkpoint_of_shared_weights_is_skipped(tmp_path: Path, train
         assert len(files) == 3
         damage(files[1])
         messages: list[str] = []
-        found = Run.open(folder).latest(messages.append)
-        assert found is not None
-        assert found[1].step == 1, damage.__name__
+        latest = Run.open(folder).latest(messages.append)
+        assert latest is not None
+        assert latest[1].step == 1, damage.__name__
         assert len(messages) == 1
         assert newest in messages[0]
 

@@ -146,13 +146,13 @@ def test_model_and_baselines_are_measured_on_the_same_rows(case: Case, monkeypat
 
     record("evaluate", 2)
     record("baselines", 2)
-    found = evaluate_with_baselines(task, model, processor, rows, [*rows[:4], *wrong], bad := BadRows(skip=True))
+    metrics = evaluate_with_baselines(task, model, processor, rows, [*rows[:4], *wrong], bad := BadRows(skip=True))
     assert bad.count == len(wrong)
     assert measured[0] == measured[1]
     assert set(measured[0]) <= {row.place for row in rows[:4]}
-    assert found.test == len(measured[0])
-    assert found.left_out == 4 + len(wrong) - found.test
-    assert found.train == len(rows)
+    assert metrics.test == len(measured[0])
+    assert metrics.left_out == 4 + len(wrong) - metrics.test
+    assert metrics.train == len(rows)
 
 
 def test_a_test_file_with_rows_that_cannot_be_taken_stops_before_training(tmp_path: Path) -> None:
@@ -230,8 +230,8 @@ def test_a_history_of_nothing_known_is_reported_and_not_dropped(tmp_path: Path) 
     for row in strange:
         with pytest.raises(UserError, match=f"{row.place}: .* before the last"):
             evaluate_with_baselines(task, model, processor, rows, [*rows, row], BadRows())
-    found = evaluate_with_baselines(task, model, processor, rows, [*rows, *strange], BadRows(skip=True))
-    assert (found.test, found.left_out) == (8, 2)
+    metrics = evaluate_with_baselines(task, model, processor, rows, [*rows, *strange], BadRows(skip=True))
+    assert (metrics.test, metrics.left_out) == (8, 2)
 
 
 def test_trigrams_are_measured_on_every_token_that_the_model_is() -> None:
@@ -244,9 +244,9 @@ def test_trigrams_are_measured_on_every_token_that_the_model_is() -> None:
     chances = [
         1 / trigrams.perplexity(np.array(each)) for each in zip([end, end, *line], [end, *line], line, strict=False)
     ]
-    found = task.baselines(processor, rows, rows[:1])["Kneser-Ney trigrams"]
+    baseline = task.baselines(processor, rows, rows[:1])["Kneser-Ney trigrams"]
     assert len(chances) == len(line)
-    assert found["loss"] == pytest.approx(-np.log(chances).mean())
+    assert baseline["loss"] == pytest.approx(-np.log(chances).mean())
 
 
 def test_the_help_names_the_tasks_whose_objective_depends_on_the_parts_of_a_step(case: Case) -> None:

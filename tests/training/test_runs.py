@@ -35,9 +35,9 @@ def test_a_full_disk_is_reported_and_the_last_checkpoint_stays(tmp_path: Path, s
     run.save({"model.a": torch.ones(3)}, Progress(step=1))
     with pytest.raises(UserError, match=f"the disk is full .* regard resume {run.folder}$"):
         run.save({"model.a": torch.zeros(1 << 16)}, Progress(step=2))
-    found = run.latest()
-    assert found is not None
-    assert found[1].step == 1
+    latest = run.latest()
+    assert latest is not None
+    assert latest[1].step == 1
     assert [path.name for path in (run.folder / "checkpoints").iterdir()] == ["step-00000001.safetensors"]
 
 
@@ -118,9 +118,9 @@ def test_a_checkpoint_error_without_a_message_is_skipped_too(tmp_path: Path) -> 
             raise EOFError
         return {}, {"progress": '{"step": 1}'}
 
-    found = run.latest(messages.append, read)
-    assert found is not None
-    assert found[1].step == 1
+    latest = run.latest(messages.append, read)
+    assert latest is not None
+    assert latest[1].step == 1
     assert (
         "step-00000002.safetensors: cannot be read (EOFError); trying step-00000001.safetensors instead" in messages[0]
     )

@@ -41,8 +41,8 @@ class Block(nn.Module):
         self.attention = MultiHeadAttention(64, 4)
 
     def forward(self, x: Tensor) -> Tensor:
-        found: Tensor = self.attention(x)
-        return found
+        output: Tensor = self.attention(x)
+        return output
 
 
 def models(folder: Path) -> list[Tensor]:

@@ -32,12 +32,12 @@ class Sample:
     ) -> Window:
         """Return what a record returns: means over the bands of torch's adaptive pooling."""
         part = self.weights[attention][head, rows[0] : rows[1], columns[0] : columns[1]]
-        found = pooled(part[None], size)[0].numpy()
+        result = pooled(part[None], size)[0].numpy()
         edges = [
             np.array([[n * size // count, -(-(n + 1) * size // count)] for n in range(count)])
-            for size, count in zip(part.shape, found.shape, strict=True)
+            for size, count in zip(part.shape, result.shape, strict=True)
         ]
-        return Window(found, rows[0] + edges[0], columns[0] + edges[1])
+        return Window(result, rows[0] + edges[0], columns[0] + edges[1])
 
 
 def empty_document(title: str, **streams: list[str]) -> Sample:
@@ -56,8 +56,8 @@ def pooled(weights: Tensor, size: tuple[int, int]) -> Tensor:
 
 def add(
     document: Sample, kind: str, layer: int, queries: str, keys: str, *, heads: int = 4, side: int = 4096,
-    tops: int = 6, tops_of: int | None = None, found: tuple[tuple[int, str, float], ...] = (), sharpness: float = 2.0,
-    width: int = 16, features: Tensor | None = None,
+    tops: int = 6, tops_of: int | None = None, patterns: tuple[tuple[int, str, float], ...] = (),
+    sharpness: float = 2.0, width: int = 16, features: Tensor | None = None,
 ) -> None:  # fmt: skip
     """Add an attention with random queries and keys, or those of features, with maps pooled to side x side."""
     about = document.about
@@ -103,7 +103,7 @@ def add(
                 {"first": "sink"}.get(name, name): [round(float(mean), 5) for mean in curve.mean(-1)]
                 for name, curve in curves.items()
             },
-            "found": [{"head": head, "name": name, "score": score} for head, name, score in found],
+            "found": [{"head": head, "name": name, "score": score} for head, name, score in patterns],
         }
     )  # fmt: skip
 
@@ -116,16 +116,16 @@ def translation() -> Sample:
     document.about["note"] = "Le petit chat était assis </script><script>alert(2)</script>"
     for layer in range(3):
         roles = ((1, "previous token", 0.97), (2, "induction", 0.61)) if layer == 1 else ()
-        add(document, "encoder", layer, "source", "source", found=roles)
+        add(document, "encoder", layer, "source", "source", patterns=roles)
     for layer in range(2):
         add(document, "decoder", layer, "target", "target")
-        add(document, "cross", layer, "target", "source", found=((0, "first token", 0.8),))
+        add(document, "cross", layer, "target", "source", patterns=((0, "first token", 0.8),))
     N, layers = len(source), torch.eye(len(source))
-    found = []
+    patterns = []
     for number in range(3):
         layers = (0.5 * document.weights[str(number)].mean(0) + 0.5 * torch.eye(N)) @ layers
-        found.append(layers)
-    document.weights["rollout"] = torch.stack(found)
+        patterns.append(layers)
+    document.weights["rollout"] = torch.stack(patterns)
     document.arrays["rollout-layers"] = encode(document.weights["rollout"].numpy())
     document.arrays["rollout"] = document.arrays["rollout-layers"][-1]
     document.about["rollout"] = {

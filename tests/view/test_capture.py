@@ -241,9 +241,9 @@ def test_models_of_transformers() -> None:
     model = hf.BertModel._from_config(config, attn_implementation="regard").eval()
     inputs, mask = ids(2, 7), torch.tensor([[1] * 7, [1] * 5 + [0] * 2])
     with capture(model) as record:
-        found = model(inputs, attention_mask=mask, output_attentions=True)
+        output = model(inputs, attention_mask=mask, output_attentions=True)
     assert [seen.name for seen in record.attentions] == [f"encoder.layer.{n}.attention.self" for n in range(2)]
-    for layer, expected in enumerate(found.attentions):
+    for layer, expected in enumerate(output.attentions):
         for batch in (0, 1):
             torch.testing.assert_close(record.weights(layer, batch=batch), expected[batch].detach())
 

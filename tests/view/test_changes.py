@@ -40,11 +40,11 @@ def dense(
     weights, output = torch.zeros(B, H, Q, K, dtype=q.dtype), torch.zeros(B, H, Q, v.shape[3], dtype=q.dtype)
     for b in range(B):
         for h in range(H):
-            mine = [change for change in changes if change.head is None or h in change.head]
-            temperature = math.prod(change.temperature for change in mine)
+            in_head = [change for change in changes if change.head is None or h in change.head]
+            temperature = math.prod(change.temperature for change in in_head)
             for i in range(Q):
-                forced = {key for change in mine for query, key in change.force if query == i}
-                hidden = {key for change in mine for query, key in change.forbid if query == i}
+                forced = {key for change in in_head for query, key in change.force if query == i}
+                hidden = {key for change in in_head for query, key in change.forbid if query == i}
                 seen = forced or {j for j in range(K) if (not causal or j <= i + K - Q) and j not in hidden}
                 group = h // (H // k.shape[1])
                 logits = {
@@ -55,7 +55,7 @@ def dense(
                 for j, logit in logits.items():
                     weights[b, h, i, j] = math.exp(logit) / total
                     output[b, h, i] += math.exp(logit) / total * v[b, group, j]
-            output[b, h] *= math.prod(change.factor for change in mine)
+            output[b, h] *= math.prod(change.factor for change in in_head)
     return weights, output
 
 
@@ -88,9 +88,9 @@ def test_changes_equal_a_dense_computation(name: str) -> None:
     model = Model().eval()
     changes = CHANGES[name]
     with ablate(model, *changes), capture(model) as record:
-        found = model(q, k, v)
+        changed_output = model(q, k, v)
     weights, output = dense(q, k, v, bias, sink, changes)
-    torch.testing.assert_close(found, output, rtol=1e-12, atol=1e-12)
+    torch.testing.assert_close(changed_output, output, rtol=1e-12, atol=1e-12)
     for b in range(2):
         torch.testing.assert_close(record.select(b).weights(0), weights[b], rtol=1e-12, atol=1e-12)
     assert torch.equal(model(q, k, v), attend(q, k, v))  # nothing remains after the block
@@ -99,15 +99,15 @@ def test_changes_equal_a_dense_computation(name: str) -> None:
 def test_a_head_that_is_off_is_a_head_without_output_weights(language: rg.models.LanguageModel) -> None:
     ids = torch.randint(60, (1, 90))
     with ablate(language, Change(layer=1, head=[1, 3], factor=0.0)):
-        found = language(ids)
+        output = language(ids)
     weight = dict(language.named_parameters())["stack.layers.1.attention.output.weight"]
     before = weight.detach().clone()
     with torch.no_grad():
         weight.view(32, 4, 8)[:, [1, 3]] = 0
         expected = language(ids)
         weight.copy_(before)
-    torch.testing.assert_close(found, expected, rtol=1e-12, atol=1e-12)
-    assert (found - language(ids)).abs().max() > 1e-3
+    torch.testing.assert_close(output, expected, rtol=1e-12, atol=1e-12)
+    assert (output - language(ids)).abs().max() > 1e-3
 
 
 def test_a_record_is_changed_like_its_model(language: rg.models.LanguageModel) -> None:
@@ -173,12 +173,12 @@ def test_generation_under_changes() -> None:
     ids = torch.tensor([[5, 9, 30, 5]])
     with capture(model) as record:
         model(ids)
-    found = record.generate(6, beams=3)
+    actual = record.generate(6, beams=3)
     expected = model.generate(ids, max_new_tokens=6, strategy=rg.nn.Beam(3))[0]
-    assert len(found) == 3
-    assert found[0].prompt == 4
-    assert found[0].call.ids("source").tolist() == [5, 9, 30, 5, *expected.tolist()]
-    assert [each.score for each in found] == sorted((each.score for each in found), reverse=True)
+    assert len(actual) == 3
+    assert actual[0].prompt == 4
+    assert actual[0].call.ids("source").tolist() == [5, 9, 30, 5, *expected.tolist()]
+    assert [each.score for each in actual] == sorted((each.score for each in actual), reverse=True)
     off = Change(layer=0, factor=0.0)
     changed = record.ablate(off).generate(6)[0]
     with ablate(model, off):
@@ -197,8 +197,8 @@ def test_a_translator_generates_as_without_a_record() -> None:
     expected = model.generate(source, max_new_tokens=5, strategy=rg.nn.Beam(2))[0]
     assert record.generate(5, beams=2)[0].call.ids("target")[1:].tolist() == expected.tolist()
     change = Change(kind="cross", layer=0, force=[(2, 0)])
-    found = record.ablate(Change(kind="cross", layer=0, force=[(1, 0)])).generate(4)[0]
-    assert found.weights(0, kind="cross")[:, 1, 0].tolist() == pytest.approx([1.0] * 4, rel=1e-12)
+    actual = record.ablate(Change(kind="cross", layer=0, force=[(1, 0)])).generate(4)[0]
+    assert actual.weights(0, kind="cross")[:, 1, 0].tolist() == pytest.approx([1.0] * 4, rel=1e-12)
     with pytest.raises(ValueError, match=r"the pair \(2, 0\) is outside"):
         record.ablate(change)
 
@@ -211,8 +211,8 @@ def test_self_attention_pairs_apply_while_generating_with_a_cache(language: rg.m
         state, first = language.start_generation(ids[:, :3])
         state.step(first)
         for n in range(3, 6):
-            found = state.step(ids[:, n : n + 1])
-    torch.testing.assert_close(found, expected, rtol=1e-10, atol=1e-10)
+            actual = state.step(ids[:, n : n + 1])
+    torch.testing.assert_close(actual, expected, rtol=1e-10, atol=1e-10)
 
 
 def test_cross_attention_pairs_are_refused_while_generating_with_a_cache() -> None:
@@ -323,10 +323,10 @@ def test_torch_modules_after_replace(need_weights: bool) -> None:
     model = replace(Model().double().eval())
     x = torch.randn(1, 5, 16, dtype=torch.float64)
     with ablate(model, Change(head=1, factor=0.0)):
-        found = model(x)
+        output = model(x)
     with torch.no_grad():
         model.attention.out_proj.weight.view(16, 4, 4)[:, 1] = 0
-    torch.testing.assert_close(found, model(x), rtol=1e-12, atol=1e-12)
+    torch.testing.assert_close(output, model(x), rtol=1e-12, atol=1e-12)
 
 
 def test_transformers_returns_the_changed_weights() -> None:

@@ -33,9 +33,9 @@ def numbers(codes: np.ndarray) -> np.ndarray:
 
 def test_codes_are_decimal_digits() -> None:
     x = 10.0 ** np.random.default_rng(0).uniform(-10, 0.9, 5000)
-    found = numbers(encode(x))
-    assert [f"{value:.3e}" for value in x[x >= 1e-6]] == [f"{value:.3e}" for value in found[x >= 1e-6]]
-    np.testing.assert_allclose(found[x < 1e-6], x[x < 1e-6], rtol=0, atol=0.5e-9)
+    result = numbers(encode(x))
+    assert [f"{value:.3e}" for value in x[x >= 1e-6]] == [f"{value:.3e}" for value in result[x >= 1e-6]]
+    np.testing.assert_allclose(result[x < 1e-6], x[x < 1e-6], rtol=0, atol=0.5e-9)
     assert encode(np.array([0.0, 1e-15, 1.0, 0.99996])).tolist() == [0, 64_000, 55_000, 55_000]
     assert encode(np.array([0.5, 20.0])).dtype == np.float32  # too large for a code
 

@@ -37,11 +37,11 @@ TEXTS = "(rows) => rows.map((row) => [...row.children].map((cell) => cell.innerT
 
 
 def tokenizer() -> Any:
-    found = tokenizers.Tokenizer(
+    tokenizer = tokenizers.Tokenizer(
         tokenizers.models.WordLevel({word: n for n, word in enumerate(WORDS)}, unk_token="the")
     )
-    found.pre_tokenizer = tokenizers.pre_tokenizers.Whitespace()
-    return found
+    tokenizer.pre_tokenizer = tokenizers.pre_tokenizers.Whitespace()
+    return tokenizer
 
 
 def language_model(seed: int) -> rg.models.LanguageModel:
@@ -115,8 +115,8 @@ def experiment(entries: dict[str, list], **more: str) -> str:
 def check_map(tab: Tab, name: str, expected: Tensor, cells: list[list[int]] | None = None) -> None:
     rows, columns = expected.shape
     cells = cells or [[row, row * 3 % (row + 1)] for row in range(rows)] + [[rows - 1, n] for n in range(columns)]
-    found = tab.page.evaluate(READ, [name, cells, rows, columns])
-    for (row, column), (shown,) in zip(cells, found, strict=True):
+    texts = tab.page.evaluate(READ, [name, cells, rows, columns])
+    for (row, column), (shown,) in zip(cells, texts, strict=True):
         number = expected[row, column].item()
         slack = 2e-7 if name == "difference" else 0
         close = abs(float(shown.replace("<", "")) - number) <= slack  # a small difference of two float32 numbers

@@ -24,10 +24,10 @@ def place(keys: Tensor) -> Tensor:
 
 
 def names(record: Record) -> list[list[str]]:
-    found = [[] for _ in range(record.attentions[0].heads)]
+    patterns = [[] for _ in range(record.attentions[0].heads)]
     for each in record.head_patterns:
-        found[each.head].append(each.name)
-    return found
+        patterns[each.head].append(each.name)
+    return patterns
 
 
 def test_each_pattern_is_recognised() -> None:
@@ -55,10 +55,10 @@ def test_induction_and_duplicates_are_recognised_by_tokens() -> None:
     same = torch.where(at >= half, at - half, 0)
     logits = torch.cat([place(after), place(same)])
     record = of_logits(logits, rg.causal()).set_tokens([f"w{n % half}" for n in range(N)])
-    found = names(record)
-    assert "induction" in found[0]
-    assert "duplicate token" in found[1]
-    assert "induction" not in found[1]
+    patterns = names(record)
+    assert "induction" in patterns[0]
+    assert "duplicate token" in patterns[1]
+    assert "induction" not in patterns[1]
     unnamed = of_logits(logits, rg.causal())  # all tokens are different
     assert not {"induction", "duplicate token"} & {each.name for each in unnamed.head_patterns}
 

@@ -42,9 +42,9 @@ class Answers(BaseHTTPRequestHandler):
         if self.path == "/api/window":
             assert body.pop("record") == type(self).document.about["record"]
             attention, head = body.pop("attention"), body.pop("head")
-            found = type(self).document.window(attention, head, **body)
-            parts = (np.array(found.weights.shape), found.rows, found.columns)
-            self._send(b"".join(part.astype("<i4").tobytes() for part in parts) + found.weights.tobytes(), {})
+            window = type(self).document.window(attention, head, **body)
+            parts = (np.array(window.weights.shape), window.rows, window.columns)
+            self._send(b"".join(part.astype("<i4").tobytes() for part in parts) + window.weights.tobytes(), {})
             return
         if "bad" in body["text"]:
             self._send(json.dumps({"error": "the text is <b>bad</b>"}).encode(), {}, 422)

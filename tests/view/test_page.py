@@ -26,15 +26,15 @@ def document() -> Sample:
 def test_the_arrays_of_a_page_are_those_of_the_document(document: Sample) -> None:
     text = page(document)
     for name, array in document.arrays.items():
-        found = re.search(rf'id="array-{name}" data-dtype="(\w+)" data-shape="([\d,]*)">([\w+/=]*)</script>', text)
-        data = np.frombuffer(gzip.decompress(base64.b64decode(found[3])), found[1])
-        assert found[2] == ",".join(map(str, array.shape))
+        match = re.search(rf'id="array-{name}" data-dtype="(\w+)" data-shape="([\d,]*)">([\w+/=]*)</script>', text)
+        data = np.frombuffer(gzip.decompress(base64.b64decode(match[3])), match[1])
+        assert match[2] == ",".join(map(str, array.shape))
         np.testing.assert_array_equal(data.reshape(array.shape), array)
 
 
 def test_the_document_is_read_back_from_the_page(document: Sample) -> None:
-    found = re.search(r'<script type="application/json" id="about">(.*?)</script>', page(document), re.S)
-    assert json.loads(found[1]) == document.about
+    match = re.search(r'<script type="application/json" id="about">(.*?)</script>', page(document), re.S)
+    assert json.loads(match[1]) == document.about
 
 
 @pytest.mark.parametrize("text", [*HOSTILE, "<!--", "]]>", "\u2028", "\ud800", "\x00"])
@@ -44,8 +44,8 @@ def test_document_text_never_becomes_markup(text: str) -> None:
     written.encode()
     plain = page(SimpleNamespace(about=about | {"title": "", "note": "", "streams": {}}, arrays={}))
     assert written.count("<") == plain.count("<")
-    found = re.search(r'id="about">(.*?)</script>', written, re.S)
-    assert json.loads(found[1])["streams"]["s"]["tokens"] == [text]
+    match = re.search(r'id="about">(.*?)</script>', written, re.S)
+    assert json.loads(match[1])["streams"]["s"]["tokens"] == [text]
 
 
 def test_nan_and_infinity_are_null() -> None:
@@ -55,8 +55,8 @@ def test_nan_and_infinity_are_null() -> None:
 
 def test_a_page_contains_no_network_url(document: Sample) -> None:
     encoded = r">[\w+/=]{40,}<|'sha256-[\w+/=]+'"  # in which any letters may come
-    found = set(re.findall(r"(?:https?:)?//[\w.]+", re.sub(encoded, "><", page(document))))
-    assert found <= {"http://www.w3.org"}  # the namespace of SVG, which is not fetched
+    links = set(re.findall(r"(?:https?:)?//[\w.]+", re.sub(encoded, "><", page(document))))
+    assert links <= {"http://www.w3.org"}  # the namespace of SVG, which is not fetched
 
 
 def test_the_policy_allows_the_one_script_and_nothing_from_outside(document: Sample) -> None:

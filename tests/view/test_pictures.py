@@ -29,9 +29,9 @@ def closed():
 
 def test_a_heat_map_shows_weights_and_tokens() -> None:
     record = translated().set_tokens(list("abcdefghi"), target=["<s>", " to", "$x$", "\n", *"def"])
-    _, mine = plt.subplots()
-    ax = pictures.heatmap(record, 1, 2, kind="cross", ax=mine)
-    assert ax is mine
+    _, axes = plt.subplots()
+    ax = pictures.heatmap(record, 1, 2, kind="cross", ax=axes)
+    assert ax is axes
     np.testing.assert_allclose(ax.images[0].get_array(), record.weights(1, 2, kind="cross"), atol=1e-6)
     assert [text.get_text() for text in ax.get_yticklabels()] == ["to", "$x$", "⏎", *"def", "?"]
     assert not ax.get_yticklabels()[1].get_parse_math()
@@ -49,9 +49,9 @@ def test_every_picture_draws_into_given_axes() -> None:
         lambda ax: pictures.spectrogram(record, ax=ax),
         lambda ax: pictures.mask(rg.causal(), 8, ax=ax),
     ):
-        _, mine = plt.subplots()
-        assert draw(mine) is mine
-        assert mine.images
+        _, axes = plt.subplots()
+        assert draw(axes) is axes
+        assert axes.images
 
 
 def test_coverage_shades_the_source_by_total_cross_attention() -> None:
@@ -69,16 +69,16 @@ def test_coverage_shades_the_source_by_total_cross_attention() -> None:
 @pytest.mark.parametrize("stream", ["source", "target"])
 def test_time_is_horizontal_for_recognition_and_synthesis(stream: str) -> None:
     record = translated().set_spectrogram(torch.randn(30, 8), 1.5, stream=stream)
-    found = pictures.spectrogram(record, 1).images[0].get_array()
+    result = pictures.spectrogram(record, 1).images[0].get_array()
     weights = record.weights(1, kind="cross").mean(0)
-    np.testing.assert_allclose(found, weights if stream == "source" else weights.mT, atol=1e-6)
+    np.testing.assert_allclose(result, weights if stream == "source" else weights.mT, atol=1e-6)
 
 
 def test_a_profile_shows_means() -> None:
     record = translated()
-    found = pictures.profile(record, "first", kind="cross").images[0].get_array()
+    actual = pictures.profile(record, "first", kind="cross").images[0].get_array()
     expected = [record.weights(n, kind="cross")[:, :, 0].mean(-1) for n in (0, 1)]
-    np.testing.assert_allclose(found, torch.stack(expected), atol=1e-6)
+    np.testing.assert_allclose(actual, torch.stack(expected), atol=1e-6)
     with pytest.raises(ValueError, match="measure must be one of entropy, distance, max_logit, first, but is 'x'"):
         pictures.profile(record, "x")
 

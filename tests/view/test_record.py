@@ -48,11 +48,11 @@ def test_weights_and_their_parts(pair: tuple[Record, torch.Tensor]) -> None:
 def test_a_map_has_the_means_of_bands(pair: tuple[Record, torch.Tensor], size: tuple[int, int]) -> None:
     record, weights = pair
     rows, columns = min(45, size[0]), min(45, size[1])
-    found = record.attentions[0].map(size)
-    assert found.shape[1:] == (rows, columns)
+    pooled_map = record.attentions[0].map(size)
+    assert pooled_map.shape[1:] == (rows, columns)
     for n, (top, bottom) in enumerate(bands(45, rows).tolist()):
         for m, (left, right) in enumerate(bands(45, columns).tolist()):
-            close(found[:, n, m], weights[:, top:bottom, left:right].mean((1, 2)))
+            close(pooled_map[:, n, m], weights[:, top:bottom, left:right].mean((1, 2)))
 
 
 def test_weights_at_separate_keys_per_query(pair: tuple[Record, torch.Tensor]) -> None:
@@ -72,13 +72,13 @@ def test_a_window_contains_weights_or_means(
     if direct:
         monkeypatch.setattr(captured_attention, "DIRECT", 1600)  # so that windows are computed from the log-sum-exp
     close(record.window("0", 3, (4, 20), (10, 45)).weights, weights[3, 4:20, 10:45])
-    found = record.window("0", 1, (0, 40), (5, 45), (8, 10))
-    close(found.weights, weights[1, :40, 5:].reshape(8, 5, 10, 4).mean((1, 3)))
-    assert found.columns[1].tolist() == [9, 13]
-    found = record.window("0", 1, (2, 40), (5, 43), (7, 9))
-    for n, (top, bottom) in enumerate(found.rows.tolist()):
-        for m, (left, right) in enumerate(found.columns.tolist()):
-            close(found.weights[n, m], weights[1, top:bottom, left:right].mean())
+    window = record.window("0", 1, (0, 40), (5, 45), (8, 10))
+    close(window.weights, weights[1, :40, 5:].reshape(8, 5, 10, 4).mean((1, 3)))
+    assert window.columns[1].tolist() == [9, 13]
+    window = record.window("0", 1, (2, 40), (5, 43), (7, 9))
+    for n, (top, bottom) in enumerate(window.rows.tolist()):
+        for m, (left, right) in enumerate(window.columns.tolist()):
+            close(window.weights[n, m], weights[1, top:bottom, left:right].mean())
 
 
 @pytest.mark.parametrize("count", [64, 61])
@@ -87,13 +87,13 @@ def test_a_window_of_too_many_weights_has_the_cells_of_a_map(monkeypatch: pytest
     monkeypatch.setattr(captured_attention, "CELLS", 16)
     query = torch.randn(1, 2, count, 8)
     record, weights = attended(rg.Attention(), query), rg.Attention().weights(query, query)[0]
-    found = record.window("0", 1, (9, 50), (0, count), (4, 4))
-    assert found.weights.shape[1] == 16
-    assert found.rows[0, 0] <= 9 < found.rows[0, 1]
-    assert found.rows[-1, 0] < 50 <= found.rows[-1, 1]
-    for n, (top, bottom) in enumerate(found.rows.tolist()):
-        for m, (left, right) in enumerate(found.columns.tolist()):
-            close(found.weights[n, m], weights[1, top:bottom, left:right].mean())
+    window = record.window("0", 1, (9, 50), (0, count), (4, 4))
+    assert window.weights.shape[1] == 16
+    assert window.rows[0, 0] <= 9 < window.rows[0, 1]
+    assert window.rows[-1, 0] < 50 <= window.rows[-1, 1]
+    for n, (top, bottom) in enumerate(window.rows.tolist()):
+        for m, (left, right) in enumerate(window.columns.tolist()):
+            close(window.weights[n, m], weights[1, top:bottom, left:right].mean())
 
 
 @pytest.mark.parametrize("count", [64, 60, 61])
@@ -114,9 +114,9 @@ def test_precompute_builds_the_map_of_windows(monkeypatch: pytest.MonkeyPatch, c
 
 def test_statistics_are_those_of_the_description(pair: tuple[Record, torch.Tensor]) -> None:
     record, weights = pair
-    found = record.statistics["Attends"]
-    close(found.mass[0], weights[..., 0])
-    close(found.top_weights[0], weights.topk(8, -1).values)
+    column = record.statistics["Attends"]
+    close(column.mass[0], weights[..., 0])
+    close(column.top_weights[0], weights.topk(8, -1).values)
 
 
 def test_visible_keys_are_counted(pair: tuple[Record, torch.Tensor]) -> None:

@@ -76,9 +76,9 @@ def test_a_window_is_exact(client: TestClient, session: Session) -> None:
     assert np.frombuffer(answer.content[:8], "<i4").tolist() == [4, 7]
     edges = np.frombuffer(answer.content[8 : 8 + 8 * 11], "<i4").reshape(11, 2)
     assert edges.tolist() == [[n, n + 1] for n in (*range(4), *range(2, 9))]
-    found = np.frombuffer(answer.content[8 + 8 * 11 :], "<f4").reshape(4, 7)
+    actual = np.frombuffer(answer.content[8 + 8 * 11 :], "<f4").reshape(4, 7)
     expected = session.record.weights(0, 1, rows=slice(0, 4), columns=slice(2, 9))
-    np.testing.assert_allclose(found, expected, atol=1e-6)
+    np.testing.assert_allclose(actual, expected, atol=1e-6)
 
 
 @pytest.mark.parametrize("host", ["evil.example", "evil.example:8765", "127.0.0.1.evil.example", "10.0.0.1:8765", ""])
@@ -195,9 +195,9 @@ def test_experiments_have_records_of_their_own(client: TestClient) -> None:
         weights[name] = np.frombuffer(answer.content[-4:], "<f4")[0]
     assert weights[record] > 0
     assert weights[changed] == 0
-    found = client.post("/api/prediction", json={"record": record, "against": changed}).json()
-    assert found["kind"] == "vectors"
-    assert 0 < found["similarity"] < 1
+    result = client.post("/api/prediction", json={"record": record, "against": changed}).json()
+    assert result["kind"] == "vectors"
+    assert 0 < result["similarity"] < 1
     assert client.post("/api/window", json=window(record=record, scaled=1)).status_code == 422
 
 

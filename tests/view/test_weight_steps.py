@@ -99,9 +99,9 @@ def test_scaled_windows_are_weights_times_value_lengths(monkeypatch: pytest.Monk
     attend = rg.Attention(mask=rg.causal())
     record = attended(attend, x)
     expected = attend.weights(x, x)[0, 1] * x[0, 1].norm(dim=-1)
-    found = record.window(0, 1, (10, 40), (5, 30), scaled=True)
-    torch.testing.assert_close(torch.from_numpy(found.weights), expected[10:40, 5:30])
+    window = record.window(0, 1, (10, 40), (5, 30), scaled=True)
+    torch.testing.assert_close(torch.from_numpy(window.weights), expected[10:40, 5:30])
     monkeypatch.setattr("regard.view.captured_attention.DIRECT", 100)
     pooled = record.window(0, 1, (10, 40), (5, 30), (7, 11), scaled=True)
-    wanted = torch.nn.functional.adaptive_avg_pool2d(expected[None, 10:40, 5:30], (7, 11))[0]
-    torch.testing.assert_close(torch.from_numpy(pooled.weights), wanted)
+    right = torch.nn.functional.adaptive_avg_pool2d(expected[None, 10:40, 5:30], (7, 11))[0]
+    torch.testing.assert_close(torch.from_numpy(pooled.weights), right)

@@ -66,8 +66,8 @@ def test_a_window_is_answered_with_its_weights(document: Sample, sent: list) -> 
         "id": 7, "rows": [[n, n + 1] for n in range(10, 14)], "columns": [[n, n + 4] for n in range(0, 200, 4)],
     }  # fmt: skip
     assert rest == []
-    found = np.frombuffer(buffers[0], "<f4").reshape(4, 50)
-    np.testing.assert_allclose(found, pooled(document.weights["0"][1:2, 10:14], (4, 50))[0], rtol=1e-5)
+    result = np.frombuffer(buffers[0], "<f4").reshape(4, 50)
+    np.testing.assert_allclose(result, pooled(document.weights["0"][1:2, 10:14], (4, 50))[0], rtol=1e-5)
 
 
 def test_a_failing_request_is_answered_with_an_error(document: Sample, sent: list) -> None:
@@ -82,18 +82,18 @@ def test_a_failing_request_is_answered_with_an_error(document: Sample, sent: lis
 def test_experiments_are_answered_by_the_kernel(sent: list) -> None:
     torch.manual_seed(0)
     model = rg.models.LanguageModel(rg.models.LanguageConfig(30, d_model=16, layers=2, heads=2, d_hidden=16)).eval()
-    with torch.no_grad(), capture(model) as found:
+    with torch.no_grad(), capture(model) as record:
         model(torch.tensor([[4, 5, 6, 7]]))
     with torch.no_grad(), capture(model) as other:
         model(torch.tensor([[4, 9, 6, 7]]))
-    viewer = found.show(against=other)
+    viewer = record.show(against=other)
     assert viewer._about["against"]["record"] != viewer._about["record"]
     asked = {"record": viewer._about["record"], "changes": [{"attention": "0", "heads": [1], "factor": 0}]}
     viewer._handle_custom_msg({"id": 1, "kind": "experiment", **asked}, [])
     changed = sent[0][0]["answer"]["record"]
     part = {"attention": "1", "head": 0, "rows": [3, 4], "columns": [0, 4], "size": [1, 4]}
     viewer._handle_custom_msg({"id": 2, "kind": "window", "record": changed, **part}, [])
-    expected = found.ablate(Change(layer=0, head=1, factor=0.0)).weights(1, 0, rows=[3])
+    expected = record.ablate(Change(layer=0, head=1, factor=0.0)).weights(1, 0, rows=[3])
     np.testing.assert_allclose(np.frombuffer(sent[1][1][0], "<f4"), expected[0], rtol=1e-6)
     viewer._handle_custom_msg({"id": 3, "kind": "experiment", **asked | {"changes": [{"factor": "x"}]}}, [])
     assert sent[2][0] == {"id": 3, "error": "factor must be a number, but is str"}
@@ -146,12 +146,12 @@ def test_the_front_end_reads_single_weights_from_the_kernel(browser: Any, docume
     def kernel(message: str) -> dict:
         question = json.loads(message)
         asked.append(question)
-        found = document.window(
+        window = document.window(
             question["attention"], question["head"], rows=question["rows"], columns=question["columns"],
             size=question["size"],
         )  # fmt: skip
-        data = base64.b64encode(np.ascontiguousarray(found.weights, "<f4").tobytes()).decode()
-        return {"data": data, "rows": found.rows.tolist(), "columns": found.columns.tolist()}
+        data = base64.b64encode(np.ascontiguousarray(window.weights, "<f4").tobytes()).decode()
+        return {"data": data, "rows": window.rows.tolist(), "columns": window.columns.tolist()}
 
     opened = Tab(browser)
     opened.page.expose_function("kernel", kernel)

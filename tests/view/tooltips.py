@@ -173,7 +173,7 @@ def is_rounded(shown: str, number: float, *, digits: int = 4, slack: float = 3e-
 def check_cell(tip: str, weights: Callable[[slice, slice], Tensor], word: str = "eight", slack: float = 3e-6) -> None:
     """A tooltip that names queries and keys, compared with the mean of their weights."""
     sides = [re.search(rf"{name} (\d+)(?:–(\d+))?\s", tip) for name in ("Quer(?:y|ies)", "Keys?")]
-    parts = [slice(int(found[1]), int(found[2] or found[1]) + 1) for found in sides]
+    parts = [slice(int(side[1]), int(side[2] or side[1]) + 1) for side in sides]
     values = re.findall(r"^((?:Pooled |\w)\w*)\s+(<?[\d.]+(?:e-\d+)?)\s*$", tip, re.MULTILINE)
     values = [(name, shown) for name, shown in values if word in name]
     assert len(values) == 1, tip
@@ -205,9 +205,9 @@ def read_map(tab: Tab, url: str, case: Case, layer: int, head: int, window: int 
 
 def read_tokens(tab: Tab, url: str, case: Case, layer: int, head: int, count: int = 8) -> int:
     tab.open(url, f"view=tokens&attention={layer}&head={head}")
-    found, numbers = tab.page.evaluate(TOKENS, count), 0
-    assert len(found) == 2 * count
-    for side, token, *texts in found:
+    rows_of_text, numbers = tab.page.evaluate(TOKENS, count), 0
+    assert len(rows_of_text) == 2 * count
+    for side, token, *texts in rows_of_text:
         for line in [line for part in texts for line in part]:
             words = line.split()
             if len(words) < 2:  # a weight that the page does not have
@@ -262,10 +262,10 @@ def statistics(case: Case, layer: int, head: int) -> dict[str, float]:
         sums["Mean distance"] += (weights * (position - at).abs()).sum().item()
         sums["Max logit"] += scores.amax(-1).sum().item()
         sums["Sink mass"] += weights[:, 0].sum().item()
-    found = {name: value / case.tokens for name, value in sums.items()}
+    shares = {name: value / case.tokens for name, value in sums.items()}
     if case.pattern == "cross":
-        del found["Mean distance"]
-    return found
+        del shares["Mean distance"]
+    return shares
 
 
 def is_mean(shown: str, number: float | None) -> bool:
@@ -299,12 +299,12 @@ def read_statistics(tab: Tab, url: str, case: Case) -> int:
 def rollouts(case: Case) -> Tensor:
     """(layers, n, n) in float64, by the definition."""
     layers, heads = SIZES[case.tokens]
-    through, found = torch.eye(case.tokens, dtype=torch.float64), []
+    through, expected = torch.eye(case.tokens, dtype=torch.float64), []
     for layer in range(layers):
         all_heads = [case.weights(layer, head, slice(None), slice(None)).double() for head in range(heads)]
         through = (torch.stack(all_heads).mean(0) + torch.eye(case.tokens, dtype=torch.float64)) / 2 @ through
-        found.append(through)
-    return torch.stack(found)
+        expected.append(through)
+    return torch.stack(expected)
 
 
 def read_rollout(tab: Tab, url: str, case: Case) -> int:

@@ -28,17 +28,17 @@ def main() -> int:
     parser.add_argument("--seconds", type=int, default=120, help="time limit of one architecture")
     parser.add_argument("--gigabytes", type=float, default=6.0, help="address space of one architecture")
     parser.add_argument("--again", action="append", default=[], help="compare architectures of this status again")
-    asked = parser.parse_args()
+    options = parser.parse_args()
     torch.set_num_threads(1)
     transformers.logging.set_verbosity_error()
-    asked.results.parent.mkdir(parents=True, exist_ok=True)
-    rows = _read(asked.results)
-    for name in asked.names or architectures():
-        if name in rows and not asked.names and rows[name]["status"] not in asked.again:
+    options.results.parent.mkdir(parents=True, exist_ok=True)
+    rows = _read(options.results)
+    for name in options.names or architectures():
+        if name in rows and not options.names and rows[name]["status"] not in options.again:
             continue
-        rows[name] = _run(name, asked.seconds, asked.gigabytes)
+        rows[name] = _run(name, options.seconds, options.gigabytes)
         print(f"{name}: {rows[name]['status']} {'; '.join(rows[name]['notes'])}", flush=True)
-        with asked.results.open("a") as file:
+        with options.results.open("a") as file:
             file.write(json.dumps(rows[name]) + "\n")
     known = set(architectures())
     write(ROOT / "docs" / "architectures.md", [row for name, row in sorted(rows.items()) if name in known])

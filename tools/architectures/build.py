@@ -35,13 +35,13 @@ def architectures() -> list[str]:
 
 
 def _mappings() -> dict[str, dict[str, Any]]:
-    found = {
+    mappings = {
         name.removesuffix("_MAPPING_NAMES"): value
         for name, value in vars(modeling_auto).items()
         if name.startswith("MODEL") and name.endswith("_MAPPING_NAMES")
     }
-    first = {name: found.pop(name) for name in _FIRST}
-    return first | dict(sorted(found.items()))
+    first = {name: mappings.pop(name) for name in _FIRST}
+    return first | dict(sorted(mappings.items()))
 
 
 def model_class(model_type: str) -> type[PreTrainedModel]:
@@ -71,8 +71,8 @@ def build(model_type: str, implementation: str | None) -> PreTrainedModel:
     if size > LARGEST:
         raise NotBuiltError(f"{size:,} parameters after shrinking")
     torch.manual_seed(0)
-    asked = {} if implementation is None else {"attn_implementation": implementation}
-    model = cls._from_config(tiny_config(model_type), **asked).eval()
+    options = {} if implementation is None else {"attn_implementation": implementation}
+    model = cls._from_config(tiny_config(model_type), **options).eval()
     generator = torch.Generator().manual_seed(0)
     with torch.no_grad():
         for parameter in model.parameters():

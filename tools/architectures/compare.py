@@ -55,7 +55,7 @@ def compare(model_type: str, built: Callable[[], Any]) -> dict[str, Any]:
 
 def _judge(name: str, check: Callable, eager: Any, ours: Any, expected: Result, again: Result, row: dict) -> str:
     try:
-        found = check(ours)
+        actual = check(ours)
     except NotImplementedError as error:
         if (note := _short(error)) not in row["notes"]:
             row["notes"].append(note)
@@ -63,18 +63,18 @@ def _judge(name: str, check: Callable, eager: Any, ours: Any, expected: Result, 
     except Exception as error:
         row["notes"].append(f"{name}: {_short(error)}")
         return "failed"
-    apart = _differences(found, expected)
-    if not apart:
+    differences = _differences(actual, expected)
+    if not differences:
         return "exact"
     noise = _differences(again, expected)
-    if set(apart) <= set(noise):
+    if set(differences) <= set(noise):
         row["notes"].append(f"{name}: eager differs from itself")
         return "eager differs from itself"
     if _equal_in_float64(check, eager, ours):
-        worst = max(apart, key=lambda key: apart[key])
-        row["notes"].append(f"{name}: {worst} differs by {apart[worst]:.1g} in float32 and is equal in float64")
+        worst = max(differences, key=lambda key: differences[key])
+        row["notes"].append(f"{name}: {worst} differs by {differences[worst]:.1g} in float32 and is equal in float64")
         return "exact"
-    worst = max(apart, key=lambda key: apart[key])
+    worst = max(differences, key=lambda key: differences[key])
     theirs = float("nan")
     for implementation in ("sdpa", None):  # None: sdpa in the parts that have it
         try:
@@ -83,26 +83,28 @@ def _judge(name: str, check: Callable, eager: Any, ours: Any, expected: Result, 
             sdpa = check(other)
         except Exception:  # many models refuse sdpa
             continue
-        if len(expected) - len(found) > row.get("others", 0):
+        if len(expected) - len(actual) > row.get("others", 0):
             break  # what sdpa does not return is missing only from modules that do not run regard
-        same = not _differences(found, sdpa) and not _differences(sdpa, found)
+        same = not _differences(actual, sdpa) and not _differences(sdpa, actual)
         if same or _equal_in_float64(check, other, ours):
-            row["notes"].append(f"{name}: sdpa differs from eager in {worst} by {apart[worst]:.1g}, regard equals sdpa")
+            row["notes"].append(
+                f"{name}: sdpa differs from eager in {worst} by {differences[worst]:.1g}, regard equals sdpa"
+            )
             return "as sdpa"
         theirs = _differences(sdpa, expected).get(worst, 0.0)
-    row["notes"].append(f"{name}: {worst} differs by {apart[worst]:.1g} (sdpa: {theirs:.1g})")
+    row["notes"].append(f"{name}: {worst} differs by {differences[worst]:.1g} (sdpa: {theirs:.1g})")
     return "wrong"
 
 
 def _equal_in_float64(check: Callable, eager: Any, ours: Any) -> bool:
     """Whether a difference is one of rounding."""
     try:
-        expected, found = (check(copy.deepcopy(model).double()) for model in (eager, ours))
+        expected, actual = (check(copy.deepcopy(model).double()) for model in (eager, ours))
     except Exception:
         return False
-    if _differences(found, expected):
+    if _differences(actual, expected):
         return False
-    return all(torch.equal(found[key].isfinite(), value.isfinite()) for key, value in expected.items())
+    return all(torch.equal(actual[key].isfinite(), value.isfinite()) for key, value in expected.items())
 
 
 def _cast(model: Any, inputs: dict[str, Tensor]) -> dict[str, Any]:
@@ -130,17 +132,17 @@ def _status(row: dict[str, Any]) -> str:
 def _cover(model: Any, inputs: dict, row: dict) -> list[str] | str:
     """The modules that do not run regard; a note for each that ran without it and is in no warning."""
     try:
-        found = coverage(model, **inputs)
+        report = coverage(model, **inputs)
     except NotImplementedError:
         return []
-    row["computed"], row["others"], row["modules"] = len(found.covered), len(found.missed), len(found.parts)
-    if not found.parts:
+    row["computed"], row["others"], row["modules"] = len(report.covered), len(report.missed), len(report.parts)
+    if not report.parts:
         return "none"
     warning = missing_parts(model) or ""
-    named = [part for part in found.missed if warning.startswith("No attention") or part.kind in warning]
-    silent = sorted({f"{part.kind} is in no warning: {part.reason}" for part in found.missed if part not in named})
+    named = [part for part in report.missed if warning.startswith("No attention") or part.kind in warning]
+    silent = sorted({f"{part.kind} is in no warning: {part.reason}" for part in report.missed if part not in named})
     row["notes"] += silent
-    named += [part for part in found.uncalled if part.kind in warning]
+    named += [part for part in report.uncalled if part.kind in warning]
     reasons = {f"{part.kind} {part.reason}" for part in named}
     return sorted(reasons) or silent
 
@@ -154,8 +156,8 @@ def _checks(model: Any, inputs: dict[str, Tensor]) -> dict[str, Callable[[Any], 
     def attentions(one: Any) -> Result:
         if "output_attentions" not in accepted and "kwargs" not in accepted:
             return {}
-        found = _forward(one, inputs | {"output_attentions": True})
-        return {key: value for key, value in found.items() if "attentions" in key}
+        output = _forward(one, inputs | {"output_attentions": True})
+        return {key: value for key, value in output.items() if "attentions" in key}
 
     def gradient(one: Any) -> Result:
         torch.manual_seed(0)
@@ -187,16 +189,16 @@ def _padded(inputs: dict[str, Tensor], side: str) -> Callable[[Any], Result]:
     mask = mask.flip(1) if side == "right" else mask
 
     def check(one: Any) -> Result:
-        found = {}
+        results = {}
         for key, value in _forward(one, inputs | {"attention_mask": mask}).items():
             more = value.shape[1] - mask.shape[1] if value.dim() > 1 else 0
             if (
                 "attentions" not in key and value.dim() == 3 and 0 <= more <= 1
             ):  # padding has no meaning; one may follow
-                found[key] = value[nn.functional.pad(mask, (0, more), value=1).bool()]
+                results[key] = value[nn.functional.pad(mask, (0, more), value=1).bool()]
             elif value.dim() == 2 or "decoder" in key:
-                found[key] = value
-        return found
+                results[key] = value
+        return results
 
     return check
 
@@ -206,10 +208,10 @@ def _generation(inputs: dict[str, Tensor]) -> Callable[[Any], Result]:
 
     def check(one: Any) -> Result:
         torch.manual_seed(0)
-        asked = {"max_new_tokens": 4, "min_new_tokens": 4, "do_sample": False, "num_beams": 1, "output_logits": True}
+        settings = {"max_new_tokens": 4, "min_new_tokens": 4, "do_sample": False, "num_beams": 1, "output_logits": True}
         with torch.no_grad():
-            found = one.generate(**_cast(one, given), **asked, return_dict_in_generate=True)
-        return {f"step {n}": step for n, step in enumerate(found.logits or ())}
+            generated = one.generate(**_cast(one, given), **settings, return_dict_in_generate=True)
+        return {f"step {n}": step for n, step in enumerate(generated.logits or ())}
 
     return check
 
@@ -231,21 +233,21 @@ def _tensors(output: Any) -> Result:
     }
 
 
-def _differences(found: Result, expected: Result) -> dict[str, float]:
+def _differences(actual: Result, expected: Result) -> dict[str, float]:
     """The relative differences above `CLOSE`; a tensor that is missing, or of another shape, differs infinitely."""
-    apart = {}
+    differences = {}
     largest = max((_size(value) for key, value in expected.items() if key.startswith("grad.")), default=0.0)
     for key, value in expected.items():
-        other = found.get(key)
+        other = actual.get(key)
         if other is None or other.shape != value.shape:
-            apart[key] = float("inf")
+            differences[key] = float("inf")
             continue
         real = value.isfinite()
         scale = max(_size(value), 1e-3 * largest, 1e-6)
         difference = (other - value)[real].abs().max().item() / scale if real.any() else 0.0
         if not difference <= CLOSE:
-            apart[key] = difference if difference == difference else float("inf")
-    return apart
+            differences[key] = difference if difference == difference else float("inf")
+    return differences
 
 
 def _size(value: Tensor) -> float:

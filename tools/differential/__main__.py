@@ -22,24 +22,24 @@ def main() -> int:
     parser.add_argument("--way", action="append", default=[], choices=sorted(WAYS), help="some ways only")
     parser.add_argument("--proceed", action="store_true", help="go on after the first finding")
     parser.add_argument("--threads", type=int, default=1, help="of torch and the kernels; calls are small")
-    asked = parser.parse_args()
-    torch.set_num_threads(asked.threads)
-    seed = secrets.randbelow(10**6) if asked.seed is None else asked.seed
+    options = parser.parse_args()
+    torch.set_num_threads(options.threads)
+    seed = secrets.randbelow(10**6) if options.seed is None else options.seed
     print(f"SEED={seed}", flush=True)
     started = time.monotonic()
 
     def progress(counts: Counter[str]) -> None:
         if sys.stderr.isatty():
             spent = (time.monotonic() - started) / 60
-            print(f"\r{spent:5.1f} of {asked.minutes:g} minutes, {counts.total():,} runs ", end="", file=sys.stderr)
+            print(f"\r{spent:5.1f} of {options.minutes:g} minutes, {counts.total():,} runs ", end="", file=sys.stderr)
 
-    found, counts = search(
-        seed, 60 * asked.minutes, families=asked.family, ways=asked.way, proceed=asked.proceed,
+    findings, counts = search(
+        seed, 60 * options.minutes, families=options.family, ways=options.way, proceed=options.proceed,
         report=lambda finding: print(f"\n{finding}", flush=True), progress=progress,
     )  # fmt: skip
-    print("\n" + "\n".join(f"{family:24} {counts[family]:8,}" for family in asked.family or FAMILIES))
-    print(f"{counts.total():,} runs held, {len(found)} findings")
-    return 1 if found else 0
+    print("\n" + "\n".join(f"{family:24} {counts[family]:8,}" for family in options.family or FAMILIES))
+    print(f"{counts.total():,} runs held, {len(findings)} findings")
+    return 1 if findings else 0
 
 
 if __name__ == "__main__":

@@ -148,8 +148,8 @@ def padded_forms(
 ) -> dict[str, Form]:
     """Forms of padded sequences by the name of the layout: "right", "left" and "holes"."""
     spare = draw.pick("spare columns", [0, 1, 5])
-    made = {"right": right(lengths, spare), "left": pad_left(lengths, spare), "holes": holes(lengths, draw)}
-    return {kind: Padded(call, made[kind], gaps and kind == "holes", simple) for kind in kinds}
+    layouts = {"right": right(lengths, spare), "left": pad_left(lengths, spare), "holes": holes(lengths, draw)}
+    return {kind: Padded(call, layouts[kind], gaps and kind == "holes", simple) for kind in kinds}
 
 
 def sequence_forms(
@@ -181,19 +181,19 @@ def sequence_forms(
         """An empty sequence among the others changes none of them, and gives no NaN of its own."""
         place = draw.random("place of the empty sequence").randint(0, len(items))
         every = [*items[:place], tuple(part[:0] for part in items[0]), *items[place:]]
-        found = list(packed(module, every))
-        own = found.pop(place)
-        return [found[0] + torch.nan, *found[1:]] if own.isnan().any() else found
+        outputs = list(packed(module, every))
+        own = outputs.pop(place)
+        return [outputs[0] + torch.nan, *outputs[1:]] if own.isnan().any() else outputs
 
     def listed(module: nn.Module, items: Sequence[Item]) -> Sequence[Tensor]:
         return list(call(module, *(list(parts) for parts in zip(*items, strict=True))))
 
-    found = padded_forms(draw, lengths, kinds, padded, gaps=gaps)
+    forms = padded_forms(draw, lengths, kinds, padded, gaps=gaps)
     if len(set(lengths)) == 1:
-        found["batch"] = lambda module, items: list(
+        forms["batch"] = lambda module, items: list(
             call(module, *(torch.stack(parts) for parts in zip(*items, strict=True)))
         )
-    return found | ({"packed": packed, "packed, one empty": with_empty, "list": listed} if packs else {})
+    return forms | ({"packed": packed, "packed, one empty": with_empty, "list": listed} if packs else {})
 
 
 def lengths_of(draw: Draw, *, least: int = 1, name: str = "lengths") -> list[int]:
@@ -202,8 +202,8 @@ def lengths_of(draw: Draw, *, least: int = 1, name: str = "lengths") -> list[int
     kind = draw.pick(f"kind of {name}", ["short", "alike", "mixed", "long"])
     random = draw.random(name)
     most = {"short": 6, "alike": 12, "mixed": 24, "long": 150}[kind]
-    found = [random.randint(least, max(most, least)) for _ in range(count)]
-    return [found[0]] * count if kind == "alike" else found
+    lengths = [random.randint(least, max(most, least)) for _ in range(count)]
+    return [lengths[0]] * count if kind == "alike" else lengths
 
 
 def noise(draw: Draw, *shape: int, name: str = "values") -> Tensor:

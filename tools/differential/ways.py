@@ -71,13 +71,13 @@ class Yardstick:
                 self.memory["gradients", dtype] = gradients(module, items, outs, self.weights)
         return self.memory["gradients", dtype]
 
-    def judge(self, found: Sequence[Result], dtype: torch.dtype) -> None:
+    def judge(self, results: Sequence[Result], dtype: torch.dtype) -> None:
         """Raise if results of all sequences are too far off."""
         expected = self.outputs()
-        if len(found) != len(expected):
-            raise Mismatch(f"{len(found)} results for {len(expected)} sequences")
+        if len(results) != len(expected):
+            raise Mismatch(f"{len(results)} results for {len(expected)} sequences")
         scale = max((float(each.abs().max()) for each in expected if each.numel()), default=1.0)
-        for n, (result, right) in enumerate(zip(found, expected, strict=True)):
+        for n, (result, right) in enumerate(zip(results, expected, strict=True)):
             own = None if dtype == torch.float64 else self.outputs(dtype)[n]
             if isinstance(result, Rows):
                 own = None if own is None else own[result.at]
@@ -85,25 +85,25 @@ class Yardstick:
             else:
                 compare(f"sequence {n}", result, right, own, scale, dtype)
 
-    def judge_gradients(self, found: Mapping[str, Tensor], dtype: torch.dtype) -> None:
+    def judge_gradients(self, grads: Mapping[str, Tensor], dtype: torch.dtype) -> None:
         expected = self.gradients()
-        if missing := sorted(set(expected) ^ set(found)):
+        if missing := sorted(set(expected) ^ set(grads)):
             raise Mismatch(f"parameters with a gradient in one of the two paths only: {', '.join(missing)}")
         scale = max((float(each.abs().max()) for each in expected.values() if each.numel()), default=1.0)
         for name, right in expected.items():
             own = None if dtype == torch.float64 else self.gradients(dtype)[name]
-            compare(f"gradient of {name}", found[name], right, own, scale, dtype)
+            compare(f"gradient of {name}", grads[name], right, own, scale, dtype)
 
 
-def compare(name: str, found: Tensor, right: Tensor, own: Tensor | None, scale: float, dtype: torch.dtype) -> None:
+def compare(name: str, actual: Tensor, right: Tensor, own: Tensor | None, scale: float, dtype: torch.dtype) -> None:
     """Raise if `found` is farther from `right` than allowed; `own` is the plain path in the dtype of `found`."""
-    if found.shape != right.shape:
-        raise Mismatch(f"{name}: the result is {tuple(found.shape)}, expected {tuple(right.shape)}")
-    if not found.numel():
+    if actual.shape != right.shape:
+        raise Mismatch(f"{name}: the result is {tuple(actual.shape)}, expected {tuple(right.shape)}")
+    if not actual.numel():
         return
-    if torch.promote_types(found.dtype, dtype) != found.dtype:
-        raise Mismatch(f"{name}: the result is {found.dtype}, expected {dtype}")
-    far = float((found.detach().double() - right).abs().nan_to_num(torch.inf, posinf=torch.inf).max())
+    if torch.promote_types(actual.dtype, dtype) != actual.dtype:
+        raise Mismatch(f"{name}: the result is {actual.dtype}, expected {dtype}")
+    far = float((actual.detach().double() - right).abs().nan_to_num(torch.inf, posinf=torch.inf).max())
     size = max(scale, 1.0)
     allowed = FLOAT64 * size
     if own is not None:
@@ -140,15 +140,15 @@ def gradients(
     module: nn.Module, items: Sequence[Item], outs: Sequence[Any], weights: Sequence[Tensor]
 ) -> dict[str, Tensor]:
     """Gradients of a weighted sum of results, by the names of parameters and inputs; 0 where there is none."""
-    wanted: dict[str, Tensor] = {name: each for name, each in module.named_parameters() if each.requires_grad}
-    wanted |= {
+    leaves: dict[str, Tensor] = {name: each for name, each in module.named_parameters() if each.requires_grad}
+    leaves |= {
         f"input {n}.{m}": part for n, item in enumerate(items) for m, part in enumerate(item) if part.requires_grad
     }
     loss = weighted(outs, weights)
-    found = torch.autograd.grad(loss, list(wanted.values()), allow_unused=True)
+    grads = torch.autograd.grad(loss, list(leaves.values()), allow_unused=True)
     return {
         name: torch.zeros_like(each) if grad is None else grad
-        for (name, each), grad in zip(wanted.items(), found, strict=True)
+        for (name, each), grad in zip(leaves.items(), grads, strict=True)
     }
 
 
@@ -303,16 +303,16 @@ def directional(
         return weighted(outs, run.yardstick.weights)
 
     try:
-        found = derive(function, values, directions)
+        derivative = derive(function, values, directions)
     except NotImplementedError as error:
         if "Trying to use forward AD" in str(error):
             raise NotApplicable from None  # an operator of torch without forward mode
         raise
     terms = [grad * directions[name].double() for name, grad in expected.items()]
     right, scale = sum(float(term.sum()) for term in terms), sum(float(term.abs().sum()) for term in terms)
-    far, allowed = abs(float(found) - right), (FLOAT64 if dtype == torch.float64 else 1e-4) * max(scale, 1)
+    far, allowed = abs(float(derivative) - right), (FLOAT64 if dtype == torch.float64 else 1e-4) * max(scale, 1)
     if not far <= allowed:
-        raise Mismatch(f"the directional derivative is {float(found):.6g}, by gradients {right:.6g}")
+        raise Mismatch(f"the directional derivative is {float(derivative):.6g}, by gradients {right:.6g}")
 
 
 def by_jvp(function: Callable[..., Tensor], values: dict[str, Tensor], directions: dict[str, Tensor]) -> Tensor:
@@ -369,8 +369,8 @@ def functional_call(run: Run) -> None:
     values = {**dict(run.yardstick.module.named_parameters()), **dict(run.yardstick.module.named_buffers())}
     values = {name: value.detach().clone() for name, value in values.items()}
     with torch.no_grad():
-        found = call_with(other, values, lambda module: run.form(module, run.subject.items))
-    run.yardstick.judge(found, torch.float32)
+        results = call_with(other, values, lambda module: run.form(module, run.subject.items))
+    run.yardstick.judge(results, torch.float32)
 
 
 @way()

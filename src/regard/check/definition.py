@@ -93,8 +93,8 @@ def default_scale(attend: Attend, q: Tensor, k: Tensor, v: Tensor) -> None:
     """The default scale of q kᵀ is 1 / sqrt(D): trained weights are wrong with another scale."""
     q, k, v = torch.zeros_like(q), torch.zeros_like(k), torch.zeros_like(v)
     q[..., 0], k[:, :, 0, 0], v[:, :, 0] = 1, 1, 1  # two keys with products 1 and 0: the output is sigmoid(scale)
-    found, expected = torch.logit(attend(q, k, v).flatten()[-1].double()).item(), q.shape[-1] ** -0.5
-    assert abs(found - expected) < 1e-4, f"the scale for D = {q.shape[-1]} is {found:.5g}, expected {expected:.5g}"
+    actual, expected = torch.logit(attend(q, k, v).flatten()[-1].double()).item(), q.shape[-1] ** -0.5
+    assert abs(actual - expected) < 1e-4, f"the scale for D = {q.shape[-1]} is {actual:.5g}, expected {expected:.5g}"
 
 
 @conformance_property("scale", cases=(Case(Q=1, D=1), Case(Q=1, D=4), Case(B=2, H=2, Q=3, D=64)))
@@ -103,8 +103,8 @@ def scale(attend: Attend, q: Tensor, k: Tensor, v: Tensor) -> None:
     q, k, v = torch.zeros_like(q), torch.zeros_like(k), torch.zeros_like(v)
     q[..., 0], k[:, :, 0, 0], v[:, :, 0] = 1, 1, 1
     for given in (0.3, 1.0, 2.0):
-        found = torch.logit(attend(q, k, v, scale=given).flatten()[-1].double()).item()
-        assert abs(found - given) < 1e-4, f"scale={given} for D = {q.shape[-1]} works as {found:.5g}"
+        actual = torch.logit(attend(q, k, v, scale=given).flatten()[-1].double()).item()
+        assert abs(actual - given) < 1e-4, f"scale={given} for D = {q.shape[-1]} works as {actual:.5g}"
 
 
 @conformance_property(

@@ -47,8 +47,8 @@ def nan_gradients(attend: Attend, q: Tensor, k: Tensor, v: Tensor, mask: Tensor)
             leaves = [x.clone() for x in (q, k, v)]
             leaves[1 if name == "key" else 2][:, :, hidden] = bad
             leaves = [x.requires_grad_() for x in leaves]
-            found = gradients(attend(*leaves, mask=mask), *leaves)
-            for other, grad in zip("qkv", found, strict=True):
+            grads = gradients(attend(*leaves, mask=mask), *leaves)
+            for other, grad in zip("qkv", grads, strict=True):
                 assert grad.isfinite().all(), f"{bad} in a masked {name} makes the gradient of {other} {bad}"
 
 
@@ -57,12 +57,12 @@ def mask_gradients(attend: Attend, q: Tensor, k: Tensor, v: Tensor, mask: Tensor
     """With a mask, gradients are those of the definition, and 0 for keys that no query may attend to."""
     mask[..., 1:2] = False
     q, k, v = q.requires_grad_(), k.requires_grad_(), v.requires_grad_()
-    found, expected = gradients(attend(q, k, v, mask=mask), q, k, v), gradients(exact(q, k, v, mask), q, k, v)
-    for name, grad, right in zip("qkv", found, expected, strict=True):
+    actual, expected = gradients(attend(q, k, v, mask=mask), q, k, v), gradients(exact(q, k, v, mask), q, k, v)
+    for name, grad, right in zip("qkv", actual, expected, strict=True):
         far = error(grad, right)
         assert far < 64, f"the gradient of {name} differs from the definition's by {far:.3g} roundings"
-    assert (found[1][:, :, 1:2] == 0).all(), "a key that no query may attend to has a gradient"
-    assert (found[2][:, :, 1:2] == 0).all(), "a value that no query may attend to has a gradient"
+    assert (actual[1][:, :, 1:2] == 0).all(), "a key that no query may attend to has a gradient"
+    assert (actual[2][:, :, 1:2] == 0).all(), "a value that no query may attend to has a gradient"
 
 
 @conformance_property("gradients", "grouped", cases=(Case(H=2, G=1), Case(B=2, H=6, G=3, Q=3, K=5, D=4)))
@@ -71,8 +71,8 @@ def grouped_gradients(attend: Attend, q: Tensor, k: Tensor, v: Tensor) -> None:
     q, k, v = q.requires_grad_(), k.requires_grad_(), v.requires_grad_()
     repeats = q.shape[1] // k.shape[1]
     repeated = [x.detach().repeat_interleave(repeats, 1).requires_grad_() for x in (k, v)]
-    found = gradients(attend(q, k, v), k, v)
-    for name, grad, each in zip("kv", found, gradients(attend(q, *repeated), *repeated), strict=True):
+    actual = gradients(attend(q, k, v), k, v)
+    for name, grad, each in zip("kv", actual, gradients(attend(q, *repeated), *repeated), strict=True):
         far = error(grad, each.unflatten(1, (-1, repeats)).sum(2))
         assert far < 64, f"the gradient of {name} differs from the sum over its query heads by {far:.3g} roundings"
 
@@ -81,8 +81,8 @@ def grouped_gradients(attend: Attend, q: Tensor, k: Tensor, v: Tensor) -> None:
 def gradient(attend: Attend, q: Tensor, k: Tensor, v: Tensor) -> None:
     """Gradients of q, k and v are those of the definition in float64: with a wrong factor training is worse."""
     q, k, v = q.requires_grad_(), k.requires_grad_(), v.requires_grad_()
-    found, expected = gradients(attend(q, k, v), q, k, v), gradients(exact(q, k, v), q, k, v)
-    for name, grad, right in zip("qkv", found, expected, strict=True):
+    actual, expected = gradients(attend(q, k, v), q, k, v), gradients(exact(q, k, v), q, k, v)
+    for name, grad, right in zip("qkv", actual, expected, strict=True):
         far = error(grad, right)
         assert far < 64, f"the gradient of {name} differs from the definition's by {far:.3g} roundings"
 
@@ -133,9 +133,9 @@ def mask_tangents(attend: Attend, q: Tensor, k: Tensor, v: Tensor, mask: Tensor)
     inputs, along = (q, k, v), [torch.cos(3 * x) for x in (q, k, v)]
     for direction in along[1:]:
         direction[:, :, 1:2] = 1e3
-    found = tangent(lambda q, k, v: attend(q, k, v, mask=mask), inputs, along)
+    actual = tangent(lambda q, k, v: attend(q, k, v, mask=mask), inputs, along)
     right = tangent(lambda q, k, v: exact(q, k, v, mask), [x.double() for x in inputs], [x.double() for x in along])
-    far = error(found, right)
+    far = error(actual, right)
     assert far < 64, f"the tangent under a mask is off by {far:.3g} roundings"
 
 
@@ -144,10 +144,10 @@ def jvp(attend: Attend, q: Tensor, k: Tensor, v: Tensor) -> None:
     """torch.func.jvp returns the output and the derivative along a direction; jacfwd and hessian build on it."""
     inputs, along = (q, k, v), tuple(torch.cos(3 * x) for x in (q, k, v))
     right = tangent(exact, [x.double() for x in inputs], [x.double() for x in along])
-    out, found = torch.func.jvp(attend, inputs, along)[:2]
+    out, actual = torch.func.jvp(attend, inputs, along)[:2]
     far = error(out, exact(*inputs))
     assert far < 32, f"the output of jvp is off by {far:.3g} roundings"
-    far = error(found, right)
+    far = error(actual, right)
     assert far < 64, f"the derivative is off by {far:.3g} roundings"
 
 
@@ -156,8 +156,8 @@ def reverse_over_forward(attend: Attend, q: Tensor, k: Tensor, v: Tensor) -> Non
     """A loss that contains a tangent has gradients: consistency and flow models train with such losses."""
     along = [torch.cos(3 * x) for x in (q, k, v)]
     leaves = [x.detach().requires_grad_() for x in (q, k, v)]
-    found = gradients(tangent(attend, leaves, along), *leaves)
+    actual = gradients(tangent(attend, leaves, along), *leaves)
     right = gradients(tangent(exact, [x.double() for x in leaves], [x.double() for x in along]), *leaves)
-    for name, grad, expected in zip("qkv", found, right, strict=True):
+    for name, grad, expected in zip("qkv", actual, right, strict=True):
         far = error(grad, expected)
         assert far < 256, f"the gradient of {name} of a loss of the tangent is off by {far:.3g} roundings"

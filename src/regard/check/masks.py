@@ -151,9 +151,9 @@ def alignment(attend: Attend, q: Tensor, k: Tensor, v: Tensor, alignment: str) -
         ends = [first + i + 1 for i in see]
         rows = [attend(q[:, :, i : i + 1], k[:, :, :end], v[:, :, :end]) for i, end in zip(see, ends, strict=True)]
         far[name] = error(out[:, :, see], torch.cat(rows, 2))
-    found = [name for name, by in far.items() if by < 32]
-    which = f"is {found[0]}" if found else f"is neither alignment; it differs by {far[alignment]:.3g} roundings"
-    assert alignment in found, f"the causal mask of {q.shape[2]} x {k.shape[2]} is promised {alignment}, but {which}"
+    matching = [name for name, by in far.items() if by < 32]
+    which = f"is {matching[0]}" if matching else f"is neither alignment; it differs by {far[alignment]:.3g} roundings"
+    assert alignment in matching, f"the causal mask of {q.shape[2]} x {k.shape[2]} is promised {alignment}, but {which}"
     return f"causal mask at the {alignment}, as promised"
 
 

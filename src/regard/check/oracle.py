@@ -30,15 +30,15 @@ def exact(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None = None) -> Tensor
     return (weights if mask is None else torch.where(mask, weights, 0.0)) @ v
 
 
-def error(found: Tensor, expected: Tensor) -> float:
+def error(actual: Tensor, expected: Tensor) -> float:
     """The largest difference in units of the rounding of the dtype of `found` (NaN if there is a NaN).
 
     >>> import torch
     >>> error(torch.tensor([1.0, 2.0]), torch.tensor([1.0, 2.0]))
     0.0
     """
-    unit = torch.finfo(found.dtype).eps * max(1.0, expected.detach().abs().max().item())
-    return ((found.detach().double() - expected.detach().double()).abs().max() / unit).item()
+    unit = torch.finfo(actual.dtype).eps * max(1.0, expected.detach().abs().max().item())
+    return ((actual.detach().double() - expected.detach().double()).abs().max() / unit).item()
 
 
 def gradients(output: Tensor, *inputs: Tensor, again: bool = False) -> tuple[Tensor, ...]:
@@ -59,8 +59,8 @@ def tangent(function: Callable[..., Tensor], inputs: Sequence[Tensor], direction
     """
     with forward_ad.dual_level():
         pairs = zip(inputs, directions, strict=True)
-        found = function(*(x if along is None else forward_ad.make_dual(x, along) for x, along in pairs))
-        along = forward_ad.unpack_dual(found).tangent
+        output = function(*(x if along is None else forward_ad.make_dual(x, along) for x, along in pairs))
+        along = forward_ad.unpack_dual(output).tangent
     assert along is not None, "the output has no tangent: derivatives of the inputs are dropped"
     return along
 

@@ -92,8 +92,8 @@ def dropout_gradients(attend: Attend, q: Tensor, k: Tensor, v: Tensor) -> None:
     v = v.requires_grad_()
     out = attend(q, k, v, dropout=0.5)
     weight = torch.linspace(-1.0, 2.0, out.numel()).reshape(out.shape)
-    (found,) = torch.autograd.grad((out * weight).sum(), v)
-    through, along = (found * v).sum().item(), (out * weight).sum().item()
+    (grad,) = torch.autograd.grad((out * weight).sum(), v)
+    through, along = (grad * v).sum().item(), (out * weight).sum().item()
     assert abs(through - along) < 1e-3 * (out * weight).abs().sum(), (
         f"sum(v * grad) is {through:.5g}, sum(output) {along:.5g}"
     )

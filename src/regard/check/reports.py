@@ -52,10 +52,10 @@ def _reasons(row: Sequence[Outcome], several: bool) -> list[tuple[str, str]]:
 
 
 def by_property(outcomes: Sequence[Outcome]) -> dict[str, list[Outcome]]:
-    found: dict[str, list[Outcome]] = {}
+    groups: dict[str, list[Outcome]] = {}
     for outcome in outcomes:
-        found.setdefault(outcome.property, []).append(outcome)
-    return found
+        groups.setdefault(outcome.property, []).append(outcome)
+    return groups
 
 
 def summary(outcomes: Sequence[Outcome]) -> str:

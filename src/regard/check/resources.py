@@ -72,7 +72,7 @@ def memory(attend: Attend, q: Tensor, k: Tensor, v: Tensor, growth: float) -> st
     attend(q[:, :, :64], k[:, :, :64], v[:, :, :64])  # warm-up
     half = peak_bytes(lambda: attend(q[:, :, : n // 2], k[:, :, : n // 2], v[:, :, : n // 2]))
     whole = peak_bytes(lambda: attend(q, k, v))
-    found = math.log2(max(whole, 1e5) / max(half, 1e5))
-    summary = f"{n // 2} keys take {half / 1e6:.1f} MB, {n} take {whole / 1e6:.1f} MB: n^{found:.1f}"
-    assert whole < 16e6 or found < growth + 0.5, f"{summary}, promised n^{growth:g}"
+    power = math.log2(max(whole, 1e5) / max(half, 1e5))
+    summary = f"{n // 2} keys take {half / 1e6:.1f} MB, {n} take {whole / 1e6:.1f} MB: n^{power:.1f}"
+    assert whole < 16e6 or power < growth + 0.5, f"{summary}, promised n^{growth:g}"
     return summary if whole >= 1e6 else f"under 1 MB for {n} keys"

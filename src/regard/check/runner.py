@@ -29,12 +29,12 @@ _GROUPS = (*_FIRST, resources, definition, masks, numbers, randomness, *_LAST)
 
 def _collect(groups: Sequence[Any]) -> dict[str, Property]:
     last = [each for each in _LAST if isinstance(each, Property)]
-    found: dict[str, Property] = {}
+    properties: dict[str, Property] = {}
     for group in groups:
         members = [group] if isinstance(group, Property) else vars(group).values()
         own = [each for each in members if isinstance(each, Property)]
-        found |= {each.name: each for each in own if each is group or each not in last}
-    return found
+        properties |= {each.name: each for each in own if each is group or each not in last}
+    return properties
 
 
 PROPERTIES: dict[str, Property] = _collect(_GROUPS)

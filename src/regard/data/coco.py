@@ -55,9 +55,9 @@ def coco_rows(source: str, image_folder: str, bad: BadRows) -> Iterator[Row]:
     }
     for entry in content["annotations"]:
         at = f"{source}: annotation {_shorten(entry.get('id', '?')) if isinstance(entry, dict) else '?'}"
-        thing = _parse_annotation(at, entry, names, sizes, bad)
-        if thing is not None and entry["image_id"] in things:
-            things[entry["image_id"]].append(thing)
+        parsed = _parse_annotation(at, entry, names, sizes, bad)
+        if parsed is not None and entry["image_id"] in things:
+            things[entry["image_id"]].append(parsed)
     folder = _image_folder(source, image_folder, content["images"])
     for entry in content["images"]:
         if not isinstance(entry, dict) or not _is_id(entry.get("id")) or entry["id"] not in things:

@@ -402,8 +402,8 @@ def _gradients_with_graph(operator: Operator, tensors: Tensors, grads: Tensors, 
 
 
 def _gradients_of(results: Tensors, tensors: Tensors, grads: Tensors, wanted: Sequence[bool]) -> Tensors:
-    asked = [tensor if want else None for tensor, want in zip(tensors, wanted, strict=True)]
-    return _pull_back(results, asked, grads, True)
+    inputs = [tensor if want else None for tensor, want in zip(tensors, wanted, strict=True)]
+    return _pull_back(results, inputs, grads, True)
 
 
 def _pull_back(
@@ -412,11 +412,11 @@ def _pull_back(
     """Return the gradients of the inputs that require grad, given those of the results; both may be None."""
     pairs = [(x, grad) for x, grad in zip(results, by, strict=True) if x is not None and grad is not None]
     pairs = [(x, grad.to(x.dtype)) for x, grad in pairs if x.requires_grad]
-    asked = [x for x in inputs if x is not None and x.requires_grad]
-    if not pairs or not asked:
+    leaves = [x for x in inputs if x is not None and x.requires_grad]
+    if not pairs or not leaves:
         return [None] * len(inputs)
     outputs, given = [x for x, _ in pairs], [grad for _, grad in pairs]
-    gradients = iter(torch.autograd.grad(outputs, asked, given, keep, again, allow_unused=True))
+    gradients = iter(torch.autograd.grad(outputs, leaves, given, keep, again, allow_unused=True))
     return [next(gradients) if x is not None and x.requires_grad else None for x in inputs]
 
 

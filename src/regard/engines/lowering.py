@@ -185,9 +185,9 @@ def curvature(
     held = [n for n in _ORDER if x[n] is not None]
     given = [x.query, x.key, _with_mass(x.value, fixed), *problem.tensors]
     along = [moved.query, moved.key, value, *(_as_held(tangents[n], n) for n in held)]
-    asked = [*wanted[:3], *(wanted[n] for n in held)]
+    needed = [*wanted[:3], *(wanted[n] for n in held)]
     known = output, lse, output_moves, lse_moves
-    moves = tiled.TiledOperator(problem, fixed.seed).curvature(given, along, known, (d_output, d_lse), asked)
+    moves = tiled.TiledOperator(problem, fixed.seed).curvature(given, along, known, (d_output, d_lse), needed)
     lowered: list[Tensor | None] = [*moves[:2], None if moves[2] is None else moves[2][..., :d_value], *[None] * 5]
     for n, one in zip(held, moves[3:], strict=True):
         lowered[n] = None if one is None else one.reshape(x[n].shape)  # type: ignore[union-attr]

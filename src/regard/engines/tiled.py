@@ -357,20 +357,20 @@ def gradients(
             inputs = [leaf, key_leaf, value_leaf, *problem.score.tensors(), *(() if bias is None else bias.tensors())]
             boxes = [row.box, *[(row.batch, shared, columns)] * 2]
             first = {id(tensor): n for n, tensor in reversed(list(enumerate(inputs)))}  # a tensor may be used twice
-            asked = [n for n, tensor in enumerate(inputs) if tensor.requires_grad and first[id(tensor)] == n]
-            if not asked or not part.requires_grad:
+            selected = [n for n, tensor in enumerate(inputs) if tensor.requires_grad and first[id(tensor)] == n]
+            if not selected or not part.requires_grad:
                 continue
-            chosen, factor = [inputs[n] for n in asked], (largest - anchor).exp()
+            chosen, factor = [inputs[n] for n in selected], (largest - anchor).exp()
             grads_of_tile = torch.autograd.grad(
                 part, chosen, pairing[row.box] * factor, create_graph=motion is not None, allow_unused=True
             )
             if motion is not None:
-                along = [motion.inside(n, inputs[n], boxes[min(n, 2)], tile.at) for n in asked]
+                along = [motion.inside(n, inputs[n], boxes[min(n, 2)], tile.at) for n in selected]
                 pairs = [(x, t) for x, t in zip(grads_of_tile, along, strict=True) if x is not None and t is not None]
                 pairs = [(x, t) for x, t in (*pairs, (part, pairing_moves[row.box] * factor)) if x.requires_grad]
                 outputs, given = [x for x, _ in pairs], [t for _, t in pairs]
                 grads_of_tile = torch.autograd.grad(outputs, chosen, given, allow_unused=True)
-            for n, grad in zip(asked, grads_of_tile, strict=True):
+            for n, grad in zip(selected, grads_of_tile, strict=True):
                 if grad is not None:
                     cut = n >= 3 and grad.shape != grads[n].shape
                     target = tile.at.take(pad_leading(grads[n])) if cut else grads[n][boxes[n]] if n < 3 else grads[n]

@@ -215,20 +215,20 @@ def _group_parts(
     def select(part: Tensor) -> Tensor:  # (panels, groups, side, n) to (..., rows, groups, n)
         return part.transpose(1, 2)[panel, row]
 
-    found: list[Tensor | None] = []
+    numbers_per_group: list[Tensor | None] = []
     for n in range(2):
         if n >= heads:
-            found.append(None)
+            numbers_per_group.append(None)
             continue
         half = bytes_[..., 2 * side * n : 2 * side * (n + 1)].view(torch.float16).unsqueeze(-1)
-        found.append(select(half).squeeze(-1).float() * layout.factor)
+        numbers_per_group.append(select(half).squeeze(-1).float() * layout.factor)
     body = bytes_[..., 2 * side * heads :]
     if layout.format == "int8":
         numbers = select(body.view(torch.int8).unflatten(-1, (GROUP, side)).transpose(2, 3))
     else:
         pairs = select(body.unflatten(-1, (4, side, 4)).transpose(2, 3)).flatten(-2)
         numbers = torch.stack((pairs & 15, pairs >> 4), -1).flatten(-2)
-    return numbers.flatten(-2)[..., : layout.columns], *found
+    return numbers.flatten(-2)[..., : layout.columns], *numbers_per_group
 
 
 def _side(panels: Tensor, layout: PanelLayout) -> int:

@@ -26,8 +26,8 @@ def chinese_font() -> str | None:
     for path in font_manager.findSystemFonts():  # matplotlib's cached list may be older than the font
         if path not in known and any(name in path for name in ("SansCJK-Regular", "wqy-")):
             font_manager.fontManager.addfont(path)
-    there = {font.name for font in font_manager.fontManager.ttflist}
-    return next((name for name in CHINESE if name in there), None)
+    installed = {font.name for font in font_manager.fontManager.ttflist}
+    return next((name for name in CHINESE if name in installed), None)
 
 
 def label_picker(language: str) -> PickLabel:

@@ -216,9 +216,9 @@ def _causal(queries: Tensor, keys: Tensor, values: Tensor, past: LogState | None
     block = 1
     while block < size:
         (_, q), (k, _), (v, _) = (_halves(x, block) for x in (queries, keys, values))
-        met = LogState(*(x.unflatten(3, (block, rows)) for x in _attend_block(q.flatten(3, 4), k, v)))
+        visited = LogState(*(x.unflatten(3, (block, rows)) for x in _attend_block(q.flatten(3, 4), k, v)))
         left, right = (LogState(*half) for half in zip(*(_halves(x, block) for x in state), strict=True))
-        right = _join(right, met)
+        right = _join(right, visited)
         state = LogState(*(torch.stack(pair, 3).flatten(2, 4) for pair in zip(left, right, strict=True)))
         block *= 2
 

@@ -90,14 +90,14 @@ class _Recurrence(derivatives.Operator):
                 leaves = [None if x is None else x.detach().requires_grad_() for x in tensors]
                 results = self.differentiable(leaves, True)
                 pairs = [(x, grad) for x, grad in zip(results, grads, strict=True) if grad is not None]
-                asked = [leaf for leaf in leaves if leaf is not None]
+                inputs = [leaf for leaf in leaves if leaf is not None]
                 outputs, given = [x for x, _ in pairs], [grad for _, grad in pairs]
-                pulled = iter(torch.autograd.grad(outputs, asked, given, allow_unused=True))
+                pulled = iter(torch.autograd.grad(outputs, inputs, given, allow_unused=True))
                 return [None if leaf is None else next(pulled) for leaf in leaves]
         heads = head_count(*tensors[:3])
-        found = native.recurrence_backward(tuple(tensors), heads, results[2], *grads)
-        shared = [_sum_heads(grad, x.shape[1]) for grad, x in zip(found[:3], tensors[:3], strict=True)]
-        return [*shared, *found[3:]]
+        grads_per_head = native.recurrence_backward(tuple(tensors), heads, results[2], *grads)
+        shared = [_sum_heads(grad, x.shape[1]) for grad, x in zip(grads_per_head[:3], tensors[:3], strict=True)]
+        return [*shared, *grads_per_head[3:]]
 
     def tangents(self, tensors: derivatives.Tensors, tangents: derivatives.Tensors) -> tuple[Tensor, ...]:
         moved = derivatives.push_forward(lambda given: self.differentiable(given, True), tensors, tangents)

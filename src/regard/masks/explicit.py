@@ -246,10 +246,10 @@ class RandomBlocks(_Cells):
         for k in range(self.per_row):
             last = block - self.per_row + 1 + k  # upper bound of this draw
             pick = hash32(first * self.per_row + k) % (last.clamp(min=0) + 1)
-            taken = torch.zeros_like(pick, dtype=torch.bool)
+            is_taken = torch.zeros_like(pick, dtype=torch.bool)
             for other in drawn:
-                taken = taken | (other == pick)
-            drawn.append(torch.where(last < 0, -1, torch.where(taken, last, pick)))
+                is_taken = is_taken | (other == pick)
+            drawn.append(torch.where(last < 0, -1, torch.where(is_taken, last, pick)))
         return torch.stack(drawn, -1)
 
     def _cells(self, frame: Frame) -> tuple[int, tuple[np.ndarray, ...]]:

@@ -95,10 +95,10 @@ class DualEncoder(nn.Module):
         real = ids if mask is None else ids.masked_fill(~mask, -1)
         if self.config.stop is None:
             return real.argmax(-1)
-        found = real == self.config.stop
-        if not torch.compiler.is_compiling() and not bool(found.any(-1).all()):
+        is_stop = real == self.config.stop
+        if not torch.compiler.is_compiling() and not bool(is_stop.any(-1).all()):
             raise ValueError(f"every text must have the stop token {self.config.stop}; add it to the ids")
-        return found.int().argmax(-1)
+        return is_stop.int().argmax(-1)
 
     def _last(self, ids: Tensor, mask: Tensor | None) -> Tensor:
         """The last position, for every text."""

@@ -163,21 +163,21 @@ class StackPlan:
             cos, sin = context.table(self.rotary, self.sizes.d_head, scratch.qkv, start=start)
             table = cos.squeeze(-2).contiguous(), sin.squeeze(-2).contiguous()
         if caches is None:
-            found = self._attentions(context, None, (q, k, v))
+            results = self._attentions(context, None, (q, k, v))
         else:
             # Caches grow only once the call is sure to happen; the first one shows how all are laid out.
             keys_values = [cache.extend(k, v) for cache in caches]
-            found = self._attentions(context, caches[0], (q, *(t[:, :, : start + N] for t in keys_values[0])))
-            if found is None or any(
+            results = self._attentions(context, caches[0], (q, *(t[:, :, : start + N] for t in keys_values[0])))
+            if results is None or any(
                 one[0].stride() != keys_values[0][0].stride() or one[1].stride() != keys_values[0][1].stride()
                 for one in keys_values
             ):
                 for cache in caches:
                     cache.length -= N
                 return None
-        if found is None:
+        if results is None:
             return None
-        attentions, _held = found
+        attentions, _held = results
         out = x.clone(memory_format=torch.contiguous_format)
         packed: tuple[Tensor, Tensor] | None = None
         if keys_values:

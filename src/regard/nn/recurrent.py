@@ -83,17 +83,17 @@ def read_tokens(context: LayerContext, x: Tensor, cache: RecurrentCache | None) 
         padding = part.negated if isinstance(part, Not) else part
         if isinstance(padding, Padding):
             lengths = torch.as_tensor(padding.lengths, device=device).reshape(-1, 1)
-            found = (at < lengths) != isinstance(part, Not)
+            valid = (at < lengths) != isinstance(part, Not)
         elif isinstance(part, Dense) and part.tensor.shape[1:3] == (1, 1) and part.tensor.shape[3] == N:
-            found = part.tensor[:, 0, 0].to(device)
+            valid = part.tensor[:, 0, 0].to(device)
         else:
             raise ValueError(
                 f"recurrent layers are causal and support padding and packed documents, but not the mask {part!r}"
             )
-        real = found if real is None else real & found
+        real = valid if real is None else real & valid
     if context.left_padding is not None:
-        found = at >= context.left_padding[:, None]
-        real = found if real is None else real & found
+        valid = at >= context.left_padding[:, None]
+        real = valid if real is None else real & valid
     real = None if real is None else real.expand(B, N)
     return Tokens(real, documents, None if documents is None else _positions(documents, N, device))
 
@@ -162,8 +162,10 @@ class RecurrentLayer(nn.Module):
         if tokens.documents is not None:
             attend = replace(attend, mask=causal() & tokens.documents)
         state = None if cache is None else cache.state
-        found = attend(inputs.query.transpose(1, 2), key, value, decay=decay, beta=beta, state=state, return_state=True)
-        output, final = found
+        result = attend(
+            inputs.query.transpose(1, 2), key, value, decay=decay, beta=beta, state=state, return_state=True
+        )
+        output, final = result
         if cache is not None:
             assert isinstance(final, LinearState)
             cache.state, cache.seen_tokens = final, cache.seen_tokens + x.shape[1]

@@ -52,10 +52,10 @@ class Checkpoint:
     def tokenizer(self) -> Tokenizer:
         """The tokenizer, without padding and truncation."""
         with as_user_errors(self.name):
-            found = tokenizer(self.path)
-        found.no_padding()
-        found.no_truncation()
-        return found
+            loaded = tokenizer(self.path)
+        loaded.no_padding()
+        loaded.no_truncation()
+        return loaded
 
     def settings(self, file: str) -> dict[str, Any]:
         """Return the content of a JSON file next to the weights, empty if there is none; GGUF files include two."""

@@ -178,9 +178,9 @@ class CtcSpeech(SpeechPredictor):
             part = wave[first * step : (first + chunk) * step]
             if not self.model.config.length(len(part)):
                 break
-            found = self.model(part[None])[0].argmax(-1).tolist()[len(labels) - first :]
+            new = self.model(part[None])[0].argmax(-1).tolist()[len(labels) - first :]
             is_last = (first + chunk) * step >= len(wave)
-            labels += found if is_last else found[: len(found) - margin]
+            labels += new if is_last else new[: len(new) - margin]
             if is_last:
                 break
         words = self._words(labels, step / SAMPLE_RATE)

@@ -45,7 +45,7 @@ class TextPredictor(Predictor):
 
     def encode(self, rows: Sequence[Row], bad: BadRows) -> tuple[list[Encoding], list[int]]:
         """Encode the first values of rows, and return the indices of those that fit the model."""
-        found, kept = [], []
+        encodings, kept = [], []
         for n, row in enumerate(rows):
             first, tab, second = row.values[0].partition("\t")
             encoding = self.tokenizer.encode(first, second) if tab else self.tokenizer.encode(first)
@@ -53,9 +53,9 @@ class TextPredictor(Predictor):
                 size = len(encoding.ids)
                 bad.add(f"{row.place}: has {size} tokens, but the model takes at most {self.longest}; shorten it")
             else:
-                found.append(encoding)
+                encodings.append(encoding)
                 kept.append(n)
-        return found, kept
+        return encodings, kept
 
     @torch.inference_mode()
     def outputs(self, encodings: Sequence[Encoding]) -> Iterator[tuple[int, Tensor]]:
@@ -147,7 +147,7 @@ def _entities(text: str, encoding: Encoding, scores: Tensor, labels: Sequence[st
             prefix, _, label = labels[best].rpartition("-")
             words.append((label, prefix in ("B", "S", "U"), float(scores[n, best]), start, stop))
         previous = word
-    found: list[dict[str, Any]] = []
+    entities: list[dict[str, Any]] = []
     spans = np.cumsum([n == 0 or words[n][1] or words[n][0] != words[n - 1][0] for n in range(len(words))])
     for _, part in groupby(range(len(words)), key=lambda n: spans[n]):
         span = [words[n] for n in part]
@@ -155,8 +155,10 @@ def _entities(text: str, encoding: Encoding, scores: Tensor, labels: Sequence[st
             start, stop = span[0][3], span[-1][4]
             start += len(text[start:stop]) - len(text[start:stop].lstrip())
             score = min(word[2] for word in span)
-            found.append({"text": text[start:stop], "label": span[0][0], "score": score, "start": start, "end": stop})
-    return found
+            entities.append(
+                {"text": text[start:stop], "label": span[0][0], "score": score, "start": start, "end": stop}
+            )
+    return entities
 
 
 class MaskFiller(TextPredictor):
@@ -168,8 +170,8 @@ class MaskFiller(TextPredictor):
     def __init__(self, checkpoint: Checkpoint) -> None:
         super().__init__(checkpoint)
         names = (checkpoint.special_token("mask_token"), *MASKS)
-        found = (name for name in names if name and self.tokenizer.token_to_id(name) is not None)
-        self.mask = next(found, MASKS[0])
+        tokens = (name for name in names if name and self.tokenizer.token_to_id(name) is not None)
+        self.mask = next(tokens, MASKS[0])
         self.viewer_text = f"The cat sat on the {self.mask}."
 
     def predict(self, rows: Sequence[Row], bad: BadRows) -> Iterator[Prediction]:
@@ -214,8 +216,8 @@ class Embedder(TextPredictor):
 
     def vectors(self, encodings: Sequence[Encoding]) -> Tensor:
         """Return unit vectors (n, d_model)."""
-        found = dict(self.outputs(encodings))
-        return F.normalize(torch.stack([found[n] for n in range(len(found))]), dim=-1)
+        outputs = dict(self.outputs(encodings))
+        return F.normalize(torch.stack([outputs[n] for n in range(len(outputs))]), dim=-1)
 
     def predict(self, rows: Sequence[Row], bad: BadRows) -> Iterator[Prediction]:
         """Yield the most similar other text and the similarity; `more` has the vector and all similarities."""

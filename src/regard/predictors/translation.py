@@ -42,7 +42,7 @@ class Translator(Predictor):
         languages, config = self.checkpoint.config.get("model_type") in MULTILINGUAL, self.model.config
         if options.language is not None:
             names = (options.language, f"__{options.language}__")
-            token = next((found for name in names if (found := self.tokenizer.token_to_id(name)) is not None), None)
+            token = next((number for name in names if (number := self.tokenizer.token_to_id(name)) is not None), None)
             if not languages or token is None:
                 raise UserError(
                     f"--language: {self.name} has no language {options.language!r}; leave it out, or see its card"
@@ -78,8 +78,8 @@ class Translator(Predictor):
         outputs = list(self.predict([Row(row.place, row.values[:1]) for row in rows], bad))
         if not outputs:
             raise UserError("there is no row to evaluate on")
-        found = metrics.translation([each.output for each in outputs], [[references[each.place]] for each in outputs])
-        return found | {"rows": len(outputs)}
+        scores = metrics.translation([each.output for each in outputs], [[references[each.place]] for each in outputs])
+        return scores | {"rows": len(outputs)}
 
     def name_tokens(self, record: Any, prediction: Prediction) -> None:
         record.decode(self.tokenizer)

@@ -155,10 +155,10 @@ class ImageLabels(ImagePredictor):
     def predict(self, rows: Sequence[Row], bad: BadRows) -> Iterator[Prediction]:
         for row, image in self.images(rows, bad):
             best, at = self.scores(image).topk(min(5, len(self.labels)))
-            found = {self.labels[n]: score for n, score in zip(at.tolist(), best.tolist(), strict=True)}
-            note = ", ".join(f"{label} {score:.3f}" for label, score in list(found.items())[1:])
-            label = next(iter(found))
-            yield Prediction(row.values[0], label, found[label], found, note, place=row.place)
+            probabilities = {self.labels[n]: score for n, score in zip(at.tolist(), best.tolist(), strict=True)}
+            note = ", ".join(f"{label} {score:.3f}" for label, score in list(probabilities.items())[1:])
+            label = next(iter(probabilities))
+            yield Prediction(row.values[0], label, probabilities[label], probabilities, note, place=row.place)
 
     def evaluate(self, rows: Sequence[Row], bad: BadRows) -> Metrics:
         """Measure accuracy and F1. Labels are those of the model, or their numbers."""

@@ -213,7 +213,7 @@ class Run:
         notes = {"progress": json.dumps(asdict(progress))}
         notes[checksum.NAME] = checksum.of_tensors(tensors, notes)
         with _explain_full_disk(self.folder):
-            write_atomically(path, lambda there: save_file(tensors, str(there), notes))
+            write_atomically(path, lambda temporary: save_file(tensors, str(temporary), notes))
 
     def best_problem(self) -> str:
         """Describe the damage of the best weights; empty if they can be read."""

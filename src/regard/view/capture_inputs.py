@@ -75,7 +75,7 @@ def capture_image(model: nn.Module, path: str | os.PathLike[str], *, mean: float
     from PIL import Image, ImageOps
 
     config: Any = next(
-        (found for each in model.modules() if hasattr(found := getattr(each, "config", None), "grid")), None
+        (settings for each in model.modules() if hasattr(settings := getattr(each, "config", None), "grid")), None
     )
     if config is None:
         raise TypeError(f"model must be or contain a VisionTransformer, but is {type(model).__name__}")

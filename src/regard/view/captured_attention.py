@@ -329,7 +329,7 @@ class CapturedAttention:
             for some in torch.arange(len(own)).split(width):
                 i, where = own[some], at[some]
                 j = keys[where] - call.first
-                there = (j >= 0) & (j < call.stop - call.first)
+                inside = (j >= 0) & (j < call.stop - call.first)
                 j = j.clamp(0, call.stop - call.first - 1)
                 place = Indices(
                     problem.frame, torch.full((1, 1, 1, 1), batch), torch.arange(self.heads)[:, None, None],
@@ -345,7 +345,7 @@ class CapturedAttention:
                 )  # fmt: skip (rows, H, 1, m)
                 total = lse[:, chosen[where]].mT[:, :, None, None]
                 part = (scores - total.masked_fill(total == -torch.inf, 0.0)).exp().squeeze(2)
-                result[:, where] = part.masked_fill(~there[:, None], 0.0).transpose(0, 1).float()
+                result[:, where] = part.masked_fill(~inside[:, None], 0.0).transpose(0, 1).float()
         return result
 
     @torch.no_grad()

@@ -211,21 +211,21 @@ class _Pairs(Mask):
 
     def allows(self, at: Indices) -> Tensor:
         queries = at.p if self.by_position else at.i
-        found = torch.zeros((), dtype=torch.bool, device=at.j.device)
+        allowed = torch.zeros((), dtype=torch.bool, device=at.j.device)
         for query, key in self.pairs:
-            found = found | ((queries == query) & ((at.j == key) if key >= 0 else (at.j >= 0)))
+            allowed = allowed | ((queries == query) & ((at.j == key) if key >= 0 else (at.j >= 0)))
         if self.heads is not None:
-            found = found & torch.isin(at.h, torch.tensor(self.heads, device=at.h.device))
-        return found
+            allowed = allowed & torch.isin(at.h, torch.tensor(self.heads, device=at.h.device))
+        return allowed
 
     def kinds(self, boxes: Boxes) -> Kinds:
         first, stop = (boxes.p0, boxes.p1) if self.by_position else (boxes.i0, boxes.i1)
-        found = np.zeros(len(boxes.i0), bool)
+        contains = np.zeros(len(boxes.i0), bool)
         for query, key in self.pairs:
-            found |= (first <= query) & (query < stop) & ((key < 0) | ((boxes.j0 <= key) & (key < boxes.j1)))
+            contains |= (first <= query) & (query < stop) & ((key < 0) | ((boxes.j0 <= key) & (key < boxes.j1)))
         if self.heads is not None:
-            found &= np.isin(boxes.h, self.heads)
-        return np.where(found, PARTIAL, EMPTY).astype(np.int8)
+            contains &= np.isin(boxes.h, self.heads)
+        return np.where(contains, PARTIAL, EMPTY).astype(np.int8)
 
     def extent(self, frame: Frame) -> tuple[int, int]:
         return 1, 1 if self.heads is None else frame.H
@@ -250,12 +250,12 @@ def _check_index(name: str, value: Any) -> None:
 
 def _check_pairs(name: str, pairs: Any) -> tuple[Pair, ...]:
     try:
-        found = tuple((query, key) for query, key in pairs)
+        checked = tuple((query, key) for query, key in pairs)
     except (TypeError, ValueError):
         raise TypeError(f"{name} must be (query, key) pairs, but is {pairs!r}") from None
-    if len(found) > MAX_PAIRS:
-        raise ValueError(f"{name} must have at most {MAX_PAIRS} pairs, but has {len(found)}")
-    for pair in found:
+    if len(checked) > MAX_PAIRS:
+        raise ValueError(f"{name} must have at most {MAX_PAIRS} pairs, but has {len(checked)}")
+    for pair in checked:
         for index in pair:
             _check_index(f"a pair of {name}", index)
-    return found
+    return checked

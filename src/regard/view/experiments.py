@@ -64,7 +64,7 @@ def ablate_record(record: Record, changes: Sequence[Change], tokens: Edits) -> R
 
 def resolve(record: Record, changes: Sequence[Change]) -> tuple[Change, ...]:
     """Replace layers by module names; raise if a change does not fit the attentions of the record."""
-    found = []
+    resolved = []
     for change in changes:
         if not isinstance(change, Change):
             raise TypeError(f"changes must be Change objects, but one is {type(change).__name__}")
@@ -87,8 +87,8 @@ def resolve(record: Record, changes: Sequence[Change]) -> tuple[Change, ...]:
                         f"the pair ({query}, {key}) is outside of {captured.name}, which has {captured.Q} queries and "
                         f"{captured.K} keys"
                     )
-            found.append(replace(change, layer=captured.name, kind=None))
-    return tuple(found)
+            resolved.append(replace(change, layer=captured.name, kind=None))
+    return tuple(resolved)
 
 
 def token_id(record: Record, token: int | str) -> int:
@@ -130,9 +130,9 @@ def generate_records(record: Record, max_new_tokens: int, beams: int) -> list[Re
     stop = _stop_tokens(call)
     with ablate(call.model, *record.changes):
         state: Any = _UncachedState(call, role)
-        found = beam_hypotheses(state, prompt[None], Beam(beams), max_new_tokens=max_new_tokens, stop=stop)[0]
+        hypotheses = beam_hypotheses(state, prompt[None], Beam(beams), max_new_tokens=max_new_tokens, stop=stop)[0]
     records = []
-    for score, tokens in found:
+    for score, tokens in hypotheses:
         ids = torch.cat([prompt, tokens])
         generated = _run(record, call.replace_ids(role, ids), record.changes)
         generated.score, generated.prompt = score, len(prompt)
@@ -154,12 +154,12 @@ class _UncachedState:
         from regard.view.model_output import ModelOutput
 
         self.ids = ids if self.ids is None else torch.cat([self.ids, ids], 1)
-        found = []
+        last = []
         for row in self.ids:
             output = ModelOutput.read(self.call.model, self.call.replace_ids(self.role, row).run())
             assert output is not None
-            found.append(output.values[0, -1])
-        logits = torch.stack(found)
+            last.append(output.values[0, -1])
+        logits = torch.stack(last)
         suppressed = list(getattr(getattr(self.call.model, "config", None), "suppress_tokens", None) or ())
         return logits.index_fill(-1, torch.tensor(suppressed, dtype=torch.long), -math.inf) if suppressed else logits
 

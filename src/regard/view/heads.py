@@ -50,7 +50,7 @@ def find_patterns(record: Record, number: int) -> list[HeadPattern]:
     captured = record.attentions[number]
     rows = torch.linspace(0, captured.Q - 1, min(captured.Q, QUERIES)).round().long()
     keys = record.streams[record.stream_names(captured)[1]].tokens
-    found = []
+    patterns = []
     named: dict[str, list[bool]] = {}
     for name, score, chance, offset in score_patterns(captured, rows, keys):
         cross_positional = name == "positional" and captured.kind == "cross"
@@ -62,8 +62,8 @@ def find_patterns(record: Record, number: int) -> list[HeadPattern]:
         for head in record.displayed_heads(captured):
             if matches[head]:
                 at = None if offset is None else int(offset[head])
-                found.append(HeadPattern(number, head, name, float(score[head]), float(chance[head]), at))
-    return sorted(found, key=lambda each: -each.score)
+                patterns.append(HeadPattern(number, head, name, float(score[head]), float(chance[head]), at))
+    return sorted(patterns, key=lambda each: -each.score)
 
 
 def score_patterns(
@@ -72,13 +72,13 @@ def score_patterns(
     """Return name, score (H,), chance (H,) and offset of every pattern that applies to these queries."""
     at = rows if captured.kind == "cross" else rows + captured.offset  # (R,), positions among the keys
     visible = captured.visible_counts(rows).clamp(min=1).float()  # (1 or H, R)
-    found: list[tuple[str, Tensor, Tensor, Tensor | None]] = []
+    patterns: list[tuple[str, Tensor, Tensor, Tensor | None]] = []
 
     def add(name: str, mass: Tensor, count: Tensor | float, valid: Tensor, offset: Tensor | None = None) -> None:
         """Add the mean mass (H, R) on `count` keys (R,) over the valid queries (R,)."""
         if int(valid.sum()) >= MIN_QUERIES:
             chance = (count / visible).clamp(max=1).expand(captured.heads, -1)
-            found.append((name, mass[:, valid].mean(-1), chance[:, valid].mean(-1), offset))
+            patterns.append((name, mass[:, valid].mean(-1), chance[:, valid].mean(-1), offset))
 
     more = visible.amin(0) > 1  # queries with a choice of keys
     statistics = captured.statistics
@@ -92,17 +92,17 @@ def score_patterns(
     effective = statistics.entropy[captured.row][:, rows].float().exp() / visible
     many = visible.amin(0) >= MIN_KEYS
     if int(many.sum()) >= MIN_QUERIES:
-        found.append(("uniform", effective[:, many].mean(-1), torch.full((captured.heads,), 2 / 3), None))
+        patterns.append(("uniform", effective[:, many].mean(-1), torch.full((captured.heads,), 2 / 3), None))
     if captured.kind != "cross":
         steps = torch.arange(-NEAR, NEAR + 1)
         near = at[:, None] + steps
         mass = captured.weights_at(near, rows)  # (H, R, 9)
-        there = (near >= 0) & (near < captured.K)
+        valid_key = (near >= 0) & (near < captured.K)
         if captured.kind == "decoder":
-            there &= steps <= 0
+            valid_key &= steps <= 0
         for name, step in (("previous token", -1), ("same token", 0), ("next token", 1)):
-            add(name, mass[:, :, step + NEAR], 1.0, there[:, step + NEAR] & more)
-        add("local", mass.sum(-1), there.sum(-1).float(), more & (visible.amin(0) > 4 * NEAR + 2))
+            add(name, mass[:, :, step + NEAR], 1.0, valid_key[:, step + NEAR] & more)
+        add("local", mass.sum(-1), valid_key.sum(-1).float(), more & (visible.amin(0) > 4 * NEAR + 2))
         for name, following in (("induction", 1), ("duplicate token", 0)):
             places = same_tokens(tokens, at.tolist(), following, ahead=captured.kind == "encoder")
             count = (places >= 0).sum(-1).float()
@@ -118,8 +118,8 @@ def score_patterns(
     own = (inside.sum(-1) >= max(MIN_QUERIES, len(rows) // 4)) & (
         (offset.abs() > 1) if captured.kind != "cross" else True
     )
-    found.append(("positional", score * own, chance, offset))
-    return found
+    patterns.append(("positional", score * own, chance, offset))
+    return patterns
 
 
 def same_tokens(tokens: Sequence[str], at: Sequence[int], following: int, *, ahead: bool) -> Tensor:
@@ -130,12 +130,12 @@ def same_tokens(tokens: Sequence[str], at: Sequence[int], following: int, *, ahe
     known: dict[str, list[int]] = {}
     for n, token in enumerate(tokens):
         known.setdefault(token, []).append(n)
-    found = []
+    rows = []
     for place in at:
         others = known.get(tokens[place], []) if 0 <= place < len(tokens) else []
         before = others[: bisect_left(others, place)][-OCCURRENCES:]
         after = others[bisect_right(others, place) :][:OCCURRENCES] if ahead else []
         nearest = sorted(before + after, key=lambda other: abs(other - place))
-        found.append([other + following for other in nearest[:OCCURRENCES] if other + following < len(tokens)])
-    width = max(1, *map(len, found)) if found else 1
-    return torch.tensor([row + [-1] * (width - len(row)) for row in found])
+        rows.append([other + following for other in nearest[:OCCURRENCES] if other + following < len(tokens)])
+    width = max(1, *map(len, rows)) if rows else 1
+    return torch.tensor([row + [-1] * (width - len(row)) for row in rows])

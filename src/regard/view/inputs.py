@@ -26,13 +26,13 @@ def model_inputs(module: nn.Module, args: tuple, kwargs: dict[str, Any]) -> dict
     except TypeError:
         given = {}
     given = {**{str(n): value for n, value in enumerate(args[:1])}, **given, **kwargs}
-    found = {}
+    sequences = {}
     for role, names in (("source", (*SOURCES, "0")), ("target", TARGETS)):
         for name in names:
             if (tensor := _first_sequence(given.get(name))) is not None:
-                found[role] = tensor
+                sequences[role] = tensor
                 break
-    return found
+    return sequences
 
 
 def next_token(output: Any) -> int | None:
@@ -73,7 +73,7 @@ def token_texts(tokenizer: Any, ids: Sequence[int]) -> tuple[list[str], list[int
     decoder = inner.decoder
     of_bytes = decoder is not None and "Ġ" not in decoder.decode(["xĠx"])
     letters = {letter: byte for byte, letter in _byte_letters().items()}
-    found, rest = [], codecs.getincrementaldecoder("utf-8")("replace")
+    texts, rest = [], codecs.getincrementaldecoder("utf-8")("replace")
     for token in ids:
         piece = inner.id_to_token(int(token))
         if piece is None:
@@ -84,8 +84,8 @@ def token_texts(tokenizer: Any, ids: Sequence[int]) -> tuple[list[str], list[int
             piece = piece.replace("▁", " ")
         else:
             rest.reset()
-        found.append(piece)
-    return found, [n for n, token in enumerate(ids) if int(token) in added]
+        texts.append(piece)
+    return texts, [n for n, token in enumerate(ids) if int(token) in added]
 
 
 def _byte_letters() -> dict[int, str]:

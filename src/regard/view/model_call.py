@@ -53,12 +53,12 @@ class ModelCall:
     @property
     def roles(self) -> list[str]:
         """The inputs that are token ids: source, target, both or none."""
-        found = []
+        roles = []
         for role in ("source", "target"):
             with suppress(ValueError):
                 self._find(role)
-                found.append(role)
-        return found
+                roles.append(role)
+        return roles
 
     def ids(self, role: str, row: int = 0) -> Tensor:
         """Return the token ids (n,) of a batch row of the source or the target."""

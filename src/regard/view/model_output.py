@@ -72,8 +72,8 @@ class ModelOutput:
 
     def top(self, position: int, row: int = 0, count: int = 8) -> list[tuple[int, float]]:
         """Return the most likely (index, probability) at a position."""
-        chances, found = self.probabilities(position, row).topk(min(count, self.values.shape[-1]))
-        return list(zip(found.tolist(), chances.tolist(), strict=True))
+        chances, indices = self.probabilities(position, row).topk(min(count, self.values.shape[-1]))
+        return list(zip(indices.tolist(), chances.tolist(), strict=True))
 
     def similarity(self, other: ModelOutput, row: int = 0) -> float:
         """Return the cosine similarity of two outputs that are vectors of the same size."""

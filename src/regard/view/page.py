@@ -101,7 +101,7 @@ def script_json(value: Any) -> str:
     '{"a": "\\\\u003c/script\\\\u003e", "b": null}'
     """
     text = json.dumps(finite(value), ensure_ascii=False, allow_nan=False)
-    return _UNSAFE.sub(lambda found: f"\\u{ord(found[0]):04x}", text)
+    return _UNSAFE.sub(lambda match: f"\\u{ord(match[0]):04x}", text)
 
 
 @cache
@@ -116,14 +116,14 @@ def bundle(entry: str) -> str:
     def add(name: str, outermost: bool) -> None:
         exported, lines = [], []
         for line in static(f"{name}.js").splitlines():
-            if found := _IMPORT.fullmatch(line):
-                if found[2] not in order:
-                    add(found[2], False)
-                line = f"const {{ {found[1]} }} = ${found[2]};"
-            elif found := _WORDS.fullmatch(line):
-                line = f"const {found[1]} = {script_json(json.loads(static(found[2])))};"
-            elif (found := _EXPORT.match(line)) and not outermost:
-                exported.append(found[1])
+            if match := _IMPORT.fullmatch(line):
+                if match[2] not in order:
+                    add(match[2], False)
+                line = f"const {{ {match[1]} }} = ${match[2]};"
+            elif match := _WORDS.fullmatch(line):
+                line = f"const {match[1]} = {script_json(json.loads(static(match[2])))};"
+            elif (match := _EXPORT.match(line)) and not outermost:
+                exported.append(match[1])
                 line = line.removeprefix("export ")
             elif line.startswith(("import", "export")) and not outermost:
                 raise ValueError(f"{name}.js: expected an import or export of one of the bundled forms, got {line!r}")

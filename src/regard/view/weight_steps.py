@@ -103,8 +103,8 @@ def weight_steps(captured: CapturedAttention, head: int, query: int, key: int) -
     scores = score_fn.tile(q[None, None, None], k[None, None], at)[0, 0, 0]  # (K,)
     biases = None
     if problem.bias is not None:
-        found = problem.bias.tile(at, q[None, None, None], problem.scale)
-        biases = torch.broadcast_to(found.double(), (1, 1, 1, len(k)))[0, 0, 0]
+        bias = problem.bias.tile(at, q[None, None, None], problem.scale)
+        biases = torch.broadcast_to(bias.double(), (1, 1, 1, len(k)))[0, 0, 0]
     logits = scores if biases is None else scores + biases
     logits = (logits / problem.temperature).masked_fill(~allowed, -torch.inf)
     sink = sink_logit(problem, at, logits)

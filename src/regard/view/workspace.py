@@ -162,8 +162,8 @@ class Workspace:
             raise RequestError(422, "expected {record, tokens, beams}") from None
         if not 1 <= count <= 64 or not 1 <= beams <= 8:
             raise RequestError(422, f"tokens must be 1 ... 64 and beams 1 ... 8, but are {count} and {beams}")
-        found = held.record.generate(count, beams)
-        kept = [self.add(record.precompute(), held.text, derived=True) for record in found]
+        generated = held.record.generate(count, beams)
+        kept = [self.add(record.precompute(), held.text, derived=True) for record in generated]
         return {"beams": [{"record": each.id, "text": each.record.note, "score": each.record.score} for each in kept]}
 
     def open(self, body: Mapping[str, Any]) -> dict[str, Any]:
@@ -207,12 +207,12 @@ def read_change(given: Any) -> Change:
 def _read_edits(given: Any) -> dict[int, int | str]:
     if not isinstance(given, dict) or len(given) > MAX_CHANGES:
         raise RequestError(422, EXPERIMENT)
-    found: dict[int, int | str] = {}
+    replacements: dict[int, int | str] = {}
     for position, token in given.items():
         if not (position.isascii() and position.isdigit() and len(position) < 10) or not isinstance(token, str):
             raise RequestError(422, EXPERIMENT)
-        found[int(position)] = token
-    return found
+        replacements[int(position)] = token
+    return replacements
 
 
 def label(record: Record, index: int) -> str:

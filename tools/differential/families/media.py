@@ -50,12 +50,12 @@ def speech(draw: Draw) -> Subject:
         return [row[: config.length(n)] for row, n in zip(out, lengths, strict=True)]
 
     def stream(module: Any, items: Sequence[Item]) -> list[Tensor]:
-        found = []
+        outputs = []
         for (x,) in items:
-            heard = module.stream()
+            stream = module.stream()
             parts = x.split(chunks(draw, len(x)))
-            found.append(torch.cat([heard(part, last=n + 1 == len(parts)) for n, part in enumerate(parts)]))
-        return found
+            outputs.append(torch.cat([stream(part, last=n + 1 == len(parts)) for n, part in enumerate(parts)]))
+        return outputs
 
     forms = sequence_forms(draw, forward, lengths, kinds=())
     forms.pop("packed, one empty")  # a sound has at least one frame
@@ -101,22 +101,22 @@ def speaking(draw: Draw) -> Subject:
     items = list(zip(ids(draw, lengths), hidden(draw, [step * n for n in groups], 3), strict=True))
 
     def plain(module: Any, item: Item) -> Tensor:
-        said = module.predict_frames(item[0][None], item[1][None])
-        return torch.cat((said.frames[0], said.ends[0].repeat_interleave(step)[:, None]), -1)
+        frames = module.predict_frames(item[0][None], item[1][None])
+        return torch.cat((frames.frames[0], frames.ends[0].repeat_interleave(step)[:, None]), -1)
 
     def padded(layout: Any, module: Any, items: Sequence[Item]) -> list[Tensor]:
         own = right([len(target) for _, target in items])
-        said = module.predict_frames(layout.fill([s for s, _ in items]), own.fill([t for _, t in items]), layout.mask)
-        return own.rows(torch.cat((said.frames, said.ends.repeat_interleave(step, 1)[..., None]), -1))
+        frames = module.predict_frames(layout.fill([s for s, _ in items]), own.fill([t for _, t in items]), layout.mask)
+        return own.rows(torch.cat((frames.frames, frames.ends.repeat_interleave(step, 1)[..., None]), -1))
 
     def generated(module: Any, items: Sequence[Item]) -> list[Tensor]:
         """What is said with a cache is what the same frames give at once."""
-        found = []
+        outputs = []
         for source, target in items:
-            said = module.generate([source], max_frames=len(target))[0].frames
-            again = plain(module, (source, said))
-            found.append(plain(module, (source, target)) + (said - again[:, :3]).abs().max())
-        return found
+            frames = module.generate([source], max_frames=len(target))[0].frames
+            again = plain(module, (source, frames))
+            outputs.append(plain(module, (source, target)) + (frames - again[:, :3]).abs().max())
+        return outputs
 
     forms = padded_forms(draw, lengths, ("right", "left", "holes"), padded, gaps=True)
     forms |= {"alone": alone(plain), "generated": generated}

@@ -55,10 +55,10 @@ def hidden(draw: Draw, lengths: Sequence[int], width: int, name: str = "x") -> l
 
 def chunks(draw: Draw, length: int) -> list[int]:
     """Sizes of the pieces in which a cached sequence comes."""
-    largest, random, found = draw.pick("largest chunk", [1, 3, 7]), draw.random("chunks"), list[int]()
-    while sum(found) < length:
-        found.append(min(random.randint(1, largest), length - sum(found)))
-    return found
+    largest, random, sizes = draw.pick("largest chunk", [1, 3, 7]), draw.random("chunks"), list[int]()
+    while sum(sizes) < length:
+        sizes.append(min(random.randint(1, largest), length - sum(sizes)))
+    return sizes
 
 
 def stack_forms(
@@ -87,19 +87,19 @@ def stack_forms(
         return rg.unpack(batch.with_values(out[0]))
 
     def stepwise(module: nn.Module, items: Sequence[Item]) -> list[Tensor]:
-        found = []
+        outputs = []
         for (x,) in items:
             cache = caches(module)
             pieces = x.split(chunks(draw, len(x)))
-            found.append(torch.cat([call(module, piece[None], cache=cache)[0] for piece in pieces]))
-        return found
+            outputs.append(torch.cat([call(module, piece[None], cache=cache)[0] for piece in pieces]))
+        return outputs
 
-    found = padded_forms(draw, lengths, kinds, padded)
+    forms = padded_forms(draw, lengths, kinds, padded)
     if about.shifts:
-        found["packed"] = packed
+        forms["packed"] = packed
     if about.causal and caches is not None:
-        found["stepwise"] = stepwise
-    return found
+        forms["stepwise"] = stepwise
+    return forms
 
 
 @family
@@ -165,8 +165,8 @@ def pair_forms(draw: Draw, items: Sequence[Item], call: Callable[..., Tensor]) -
         )
         return rg.unpack(x.with_values(out[0]))
 
-    found = padded_forms(draw, sources, ("right", "left", "holes"), padded)
-    return {f"source {kind}": form for kind, form in found.items()} | {"packed": packed}
+    forms = padded_forms(draw, sources, ("right", "left", "holes"), padded)
+    return {f"source {kind}": form for kind, form in forms.items()} | {"packed": packed}
 
 
 @family
@@ -195,11 +195,11 @@ def cross_attention(draw: Draw) -> Subject:
         )
 
     def stepwise(module: Any, items: Sequence[Item]) -> list[Tensor]:
-        found = []
+        outputs = []
         for x, source in items:
             memory, pieces = rg.nn.CrossCache(), x.split(chunks(draw, len(x)))
-            found.append(torch.cat([module(piece[None], source[None], cache=memory)[0] for piece in pieces]))
-        return found
+            outputs.append(torch.cat([module(piece[None], source[None], cache=memory)[0] for piece in pieces]))
+        return outputs
 
     plain = by_itself(call)
     items = list(zip(hidden(draw, lengths, size.d_model), hidden(draw, sources, d_source, "source"), strict=True))
@@ -336,13 +336,13 @@ def decoder(draw: Draw) -> Subject:
         return module(x, source, context=context, cross_context=cross_context)
 
     def stepwise(module: Any, items: Sequence[Item]) -> list[Tensor]:
-        found = []
+        outputs = []
         for x, source in items:
             cache = module.cache()
-            found.append(
+            outputs.append(
                 torch.cat([module(p[None], source[None], cache=cache)[0] for p in x.split(chunks(draw, len(x)))])
             )
-        return found
+        return outputs
 
     plain = by_itself(forward)
     items = list(zip(hidden(draw, lengths, size.d_model), hidden(draw, sources, size.d_model, "source"), strict=True))
@@ -421,8 +421,8 @@ def token_loss(draw: Draw) -> Subject:
 
     def plain(module: Any, item: Item) -> Tensor:
         logits = F.linear(item[0], module.weight, module.bias).log_softmax(-1)
-        wanted = logits.gather(1, item[1][:, None])[:, 0]
-        return -((1 - smoothing) * wanted + smoothing * logits.mean(-1)).sum()
+        chosen = logits.gather(1, item[1][:, None])[:, 0]
+        return -((1 - smoothing) * chosen + smoothing * logits.mean(-1)).sum()
 
     def fused(module: Any, items: Sequence[Item]) -> list[Tensor]:
         x, targets = (torch.cat(parts) for parts in zip(*items, strict=True))

@@ -127,7 +127,7 @@ def generation(draw: Draw, module: Any, items: Sequence[Item]) -> list[Rows]:
     prompts = [random.randint(1, len(x)) for (x,) in items]
     steps = min(len(x) - n for (x,), n in zip(items, prompts, strict=True))
     state, first = module.start_generation([x[:n] for (x,), n in zip(items, prompts, strict=True)])
-    found = [[row] for row in state.step(first)]
+    outputs = [[row] for row in state.step(first)]
     order = list(range(len(items)))
     if draw.pick("rows change order", [False, True]):
         random.shuffle(order)
@@ -135,19 +135,19 @@ def generation(draw: Draw, module: Any, items: Sequence[Item]) -> list[Rows]:
     for step in range(steps):
         token = torch.stack([items[row][0][prompts[row] + step] for row in order])[:, None]
         for row, logits in zip(order, state.step(token), strict=True):
-            found[row].append(logits)
-    return [Rows(list(range(n - 1, n + steps)), torch.stack(rows)) for n, rows in zip(prompts, found, strict=True)]
+            outputs[row].append(logits)
+    return [Rows(list(range(n - 1, n + steps)), torch.stack(rows)) for n, rows in zip(prompts, outputs, strict=True)]
 
 
 def pieces(draw: Draw, module: Any, items: Sequence[Item]) -> list[Rows]:
     """Logits by a cache, each sequence in pieces of several tokens: of the last token of each piece."""
-    found = []
+    outputs = []
     for (x,) in items:
         state, _ = module.start_generation([x])
         counts = chunks(draw, len(x))
         ends = torch.tensor(counts).cumsum(0) - 1
-        found.append(Rows(ends.tolist(), torch.cat([state.step(part[None]) for part in x.split(counts)])))
-    return found
+        outputs.append(Rows(ends.tolist(), torch.cat([state.step(part[None]) for part in x.split(counts)])))
+    return outputs
 
 
 @family
@@ -193,9 +193,9 @@ def language_loss(draw: Draw) -> Subject:
             theirs = logits[:, others].masked_fill(after[:, None] == others, -torch.inf)
             logits, after = torch.cat((own, theirs), 1), torch.zeros_like(after)
         logits = logits.log_softmax(-1)
-        wanted, real = logits.gather(1, after[:, None])[:, 0], logits.isfinite()
+        chosen, real = logits.gather(1, after[:, None])[:, 0], logits.isfinite()
         mean = logits.masked_fill(~real, 0).sum(-1) / real.sum(-1)
-        return -((1 - smoothing) * wanted + smoothing * mean).sum()
+        return -((1 - smoothing) * chosen + smoothing * mean).sum()
 
     def packed(module: Any, items: Sequence[Item]) -> list[Tensor]:
         x, after = rg.pack([x for x, _ in items]), torch.cat([after for _, after in items])
@@ -240,16 +240,16 @@ def pair_forms(draw: Draw, items: Sequence[Item], kinds: Sequence[str], filler: 
             state, first = module.start_generation([s for s, _ in items])
         else:
             state, first = module.start_generation(layout.fill([s for s, _ in items], filler), layout.mask)
-        steps, found = min(lengths), []
+        steps, outputs = min(lengths), []
         for step in range(steps):
-            found.append(state.step(first if not step else torch.stack([t[step] for _, t in items])[:, None]))
-        return [Rows(list(range(steps)), rows) for rows in torch.stack(found, 1)]
+            outputs.append(state.step(first if not step else torch.stack([t[step] for _, t in items])[:, None]))
+        return [Rows(list(range(steps)), rows) for rows in torch.stack(outputs, 1)]
 
     at_once = padded_forms(draw, sources, kinds, padded, gaps=True)
     by_step = padded_forms(draw, sources, kinds, stepwise, gaps=True, simple=padded)
-    found = {f"source {kind}": form for kind, form in at_once.items()}
-    found |= {f"stepwise, source {kind}": form for kind, form in by_step.items()}
-    return found | {"packed": packed, "list": listed, "stepwise": partial(stepwise, None)}
+    forms = {f"source {kind}": form for kind, form in at_once.items()}
+    forms |= {f"stepwise, source {kind}": form for kind, form in by_step.items()}
+    return forms | {"packed": packed, "list": listed, "stepwise": partial(stepwise, None)}
 
 
 def stepwise_names(forms: dict[str, Form]) -> frozenset[str]:
@@ -286,8 +286,8 @@ def translation_loss(draw: Draw) -> Subject:
 
     def plain(module: Any, item: Item) -> Tensor:
         logits = module(item[0][None], item[1][None])[0].log_softmax(-1)
-        wanted = logits.gather(1, item[2][:, None])[:, 0]
-        return -((1 - smoothing) * wanted + smoothing * logits.mean(-1)).sum()
+        chosen = logits.gather(1, item[2][:, None])[:, 0]
+        return -((1 - smoothing) * chosen + smoothing * logits.mean(-1)).sum()
 
     def packed(module: Any, items: Sequence[Item]) -> list[Tensor]:
         source, target = rg.pack([item[0] for item in items]), rg.pack([item[1] for item in items])

@@ -144,7 +144,7 @@ class Driver:
         )
         ids, real = self.ids(rows), torch.stack([row.real for row in rows]).long()
         positions = torch.stack([row.positions for row in rows])
-        found, start = [], 0
+        outputs, start = [], 0
         for length in scenario.chunks or (ids.shape[1],):
             end = start + length
             call = given | {names[0]: ids[:, start:end]}
@@ -154,11 +154,11 @@ class Driver:
                 call[self.position_name] = positions[:, start:end]
             if "use_cache" in self.parameters:
                 call["use_cache"] = bool(scenario.chunks)
-            found.append(
+            outputs.append(
                 {key: value.to(self.device) if isinstance(value, Tensor) else value for key, value in call.items()}
             )
             start = end
-        return found
+        return outputs
 
     def run(self, calls: list[dict[str, Any]], before: Callable[[int], None] = lambda start: None) -> Tensor:
         """Call the model, with a cache if there are several calls, and return its output (B, N, C).

@@ -52,9 +52,9 @@ def _difference(check: ModelCheck, rows: tuple[Row, ...]) -> tuple[float, int]:
             do_sample=False, num_beams=1, pad_token_id=driver.pad, output_logits=True, return_dict_in_generate=True,
         )  # fmt: skip
         logits = torch.stack(result.logits, dim=1).float()  # (B, STEPS, V)
-        found = []
+        differences = []
         for n, row in enumerate(rows):
             text = result.sequences[n, int((~row.real).sum()) : -1][None]
             own = driver.model(input_ids=text).logits[:, -STEPS:].float()
-            found.append((difference(logits[n : n + 1], own), n))
-    return max(found)
+            differences.append((difference(logits[n : n + 1], own), n))
+    return max(differences)

@@ -33,11 +33,11 @@ class Row:
     @cached_property
     def positions(self) -> Tensor:
         """The position of each token in its text; 0 for padding."""
-        counts, found = dict.fromkeys(self.texts, 0), []
+        counts, positions = dict.fromkeys(self.texts, 0), []
         for text in self.texts:
-            found.append(0 if text == PADDING else counts[text])
+            positions.append(0 if text == PADDING else counts[text])
             counts[text] += 1
-        return torch.tensor(found)
+        return torch.tensor(positions)
 
     @cached_property
     def tokens(self) -> Tensor:
@@ -122,14 +122,14 @@ def scenarios(
         return padded(encoder, side) if side and encoder_padding else (full(encoder),) * len(rows)
 
     one, left, steps = (full(length),), padded(length, "left"), chunks(length)
-    found = [Scenario("plain", one, source())]
+    scenarios = [Scenario("plain", one, source())]
     if padding:
-        found.append(Scenario("right padding", padded(length, "right"), source("right"), mask=True))
-        found.append(Scenario("left padding", left, source("left"), mask=True, positions=True))
+        scenarios.append(Scenario("right padding", padded(length, "right"), source("right"), mask=True))
+        scenarios.append(Scenario("left padding", left, source("left"), mask=True, positions=True))
     if cache:
-        found.append(Scenario("cache", one, source(), steps))
+        scenarios.append(Scenario("cache", one, source(), steps))
     if cache and padding:
-        found.append(Scenario("cache, left padding", left, source("left"), steps, mask=True, positions=True))
+        scenarios.append(Scenario("cache, left padding", left, source("left"), steps, mask=True, positions=True))
     if documents and length >= 6:
-        found.append(Scenario("documents", packed(length), positions=True))
-    return tuple(found)
+        scenarios.append(Scenario("documents", packed(length), positions=True))
+    return tuple(scenarios)

@@ -70,12 +70,12 @@ def _from_folder(path: Path, random_weights: bool) -> tuple[Any, str]:
         also = f" ({pickled} is a pickle, which can run code, and is not read)" if pickled else ""
         raise UserError(f"{path} has no weights in model.safetensors{also}; give --random-weights to draw them")
     try:
-        model, found = kind.from_pretrained(
+        model, report = kind.from_pretrained(
             path, dtype=torch.float32, local_files_only=True, use_safetensors=True, output_loading_info=True
         )
     except (OSError, ValueError, RuntimeError, KeyError, SafetensorError) as error:
         raise UserError(f"{path}: the weights cannot be read: {first_line(error)}") from error
-    if missing := sorted(found["missing_keys"]):
+    if missing := sorted(report["missing_keys"]):
         raise UserError(f"{path}: the weights lack {len(missing)} tensors of {name}, the first is {missing[0]}")
     code = [
         f"from transformers import {name}",
@@ -107,13 +107,13 @@ def _class(path: Path) -> tuple[Any, Any]:
     except Exception as error:  # each configuration raises its own kinds
         raise UserError(f"{file}: {first_line(error)}") from error
     names = [name for name in config.architectures or () if isinstance(name, str)]
-    found = next((each for name in names if isinstance(each := getattr(transformers, name, None), type)), None)
-    if found is None:
+    model_class = next((each for name in names if isinstance(each := getattr(transformers, name, None), type)), None)
+    if model_class is None:
         mapping = transformers.MODEL_MAPPING
         if type(config) not in mapping:
             raise UserError(f"{file}: transformers has no model class for {kind!r}")
-        found = mapping[type(config)]
-        found = found[0] if isinstance(found, tuple | list) else found
-    if not issubclass(found, transformers.PreTrainedModel):
-        raise UserError(f"{file}: architecture {found.__name__} is not a model of transformers")
-    return found, config
+        model_class = mapping[type(config)]
+        model_class = model_class[0] if isinstance(model_class, tuple | list) else model_class
+    if not issubclass(model_class, transformers.PreTrainedModel):
+        raise UserError(f"{file}: architecture {model_class.__name__} is not a model of transformers")
+    return model_class, config

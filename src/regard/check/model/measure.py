@@ -123,18 +123,18 @@ class Meter:
                 real = torch.stack([row.real for row in rows[self.main if layer.role == "cross" else layer.role]])
                 differs.setdefault(layer.name, []).append(_differs(copies, real.to(output.device), limit))
                 outputs.setdefault(layer.name, copies[:, 0])
-        found = {}
+        measurements = {}
         for layer in self.layers:
             if layer.name in outputs:
                 keys_of = "encoder" if layer.role == "cross" else layer.role
                 sides = rows[self.main if layer.role == "cross" else layer.role], rows[keys_of], changed[keys_of]
                 each = torch.cat(differs[layer.name], dim=1).cpu()  # (B, variants, N)
-                seen = [
+                rows_seen = [
                     Visibility(query, key, places, differ[: 2 * len(places)].unflatten(0, (-1, 2)).any(1).T)
                     for query, key, places, differ in zip(*sides, each, strict=True)
                 ]
-                found[layer.name] = Measurement(tuple(seen), outputs[layer.name])
-        return found
+                measurements[layer.name] = Measurement(tuple(rows_seen), outputs[layer.name])
+        return measurements
 
     def alone(self, scenario: Scenario) -> Iterator[Alone]:
         """Measure every text of a scenario alone: without padding, mask or cache."""

@@ -65,12 +65,12 @@ class Layer:
 
     def tables(self, tokens: int, factor: float) -> tuple[Tensor, Tensor]:
         """States of queries and of keys: of each token, then the same times `factor`, then times `-factor`."""
-        found = []
+        tables = []
         for seed, width, scale in ((0, self.width, self.scale), (1, self.key_width, self.key_scale)):
             generator = torch.Generator().manual_seed(seed)
             states = torch.randn(tokens, width, generator=generator) * scale
-            found.append(torch.cat([states, states * factor, states * -factor]))
-        return found[0], found[1]
+            tables.append(torch.cat([states, states * factor, states * -factor]))
+        return tables[0], tables[1]
 
 
 def attention_layers(model: nn.Module) -> list[Layer]:

@@ -38,15 +38,15 @@ class Line:
 
 def lines(findings: Sequence[Finding]) -> list[Line]:
     """Merge equal findings: over scenarios, then over layers, then over implementations; failures first."""
-    found = [Line((f.layer,), (f.implementation,), (f.scenario,), f) for f in findings]
+    merged = [Line((f.layer,), (f.implementation,), (f.scenario,), f) for f in findings]
     for name in ("scenarios", "layers", "implementations"):
-        found = _merge(found, name)
-    return sorted(found, key=lambda line: line.first.verdict != "failed")
+        merged = _merge(merged, name)
+    return sorted(merged, key=lambda line: line.first.verdict != "failed")
 
 
-def _merge(found: Iterable[Line], name: str) -> list[Line]:
+def _merge(lines: Iterable[Line], name: str) -> list[Line]:
     groups: dict[Any, list[Line]] = {}
-    for line in found:
+    for line in lines:
         parts = {"layers": line.layers, "implementations": line.implementations, "scenarios": line.scenarios}
         del parts[name]
         first = line.first
@@ -126,16 +126,16 @@ def summary(findings: Sequence[Finding]) -> str:
 
 def as_json(model: str, findings: Sequence[Finding]) -> dict[str, Any]:
     failed = any(finding.verdict == "failed" for finding in findings)
-    found = [asdict(finding) for finding in findings]
-    return {"model": model, "passed": not failed, "summary": summary(findings), "findings": found}
+    entries = [asdict(finding) for finding in findings]
+    return {"model": model, "passed": not failed, "summary": summary(findings), "findings": entries}
 
 
 def outcomes(findings: Sequence[Finding]) -> list[Outcome]:
     """The findings as outcomes of `regard check`, for JUnit XML."""
-    found = []
+    results = []
     for each in findings:
         status: Any = each.verdict if each.verdict in ("passed", "failed") else "not applicable"
         reason = f"promised: {each.promised or 'nothing'}; measured: {each.measured}"
         name = f"{each.layer}: {each.scenario}"
-        found.append(Outcome(each.implementation, name, status, "" if status == "passed" else reason, each.code))
-    return found
+        results.append(Outcome(each.implementation, name, status, "" if status == "passed" else reason, each.code))
+    return results

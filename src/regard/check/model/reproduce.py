@@ -115,8 +115,8 @@ class Program:
         place = text.places["encoder" if layer.role == "encoder" else _main(self.driver)]
         first = second = ""
         if layer.role == "cross":
-            found = (torch.stack([row.tokens for row in each.encoder]) for each in (self.scenario, single))
-            first, second = (f", {_literal(tokens)}" for tokens in found)
+            sources = (torch.stack([row.tokens for row in each.encoder]) for each in (self.scenario, single))
+            first, second = (f", {_literal(tokens)}" for tokens in sources)
         return self._join(
             [
                 f"calls = {self._calls(self.scenario)}",

@@ -138,8 +138,8 @@ class ModelCheck:
     @property
     def is_causal(self) -> bool:
         """Whether the model is known to be a causal one without an encoder."""
-        found = list(self.promises.values())
-        causal = bool(found) and all(isinstance(each, Promise) and each.ahead == 0 for each in found)
+        promises = list(self.promises.values())
+        causal = bool(promises) and all(isinstance(each, Promise) and each.ahead == 0 for each in promises)
         return causal and not self.driver.two_sequences
 
     @property
@@ -259,23 +259,23 @@ class ModelCheck:
     def _farthest(self, layer: Layer, seen: Measurement, texts: list[Alone]) -> tuple[float, Alone]:
         """The largest difference between the outputs for a text in a scenario and alone, and that text."""
         sequence = "decoder" if layer.role == "cross" else layer.role
-        found = [
+        differences = [
             (difference(seen.outputs[n : n + 1, text.places[sequence]], text.layers[layer.name]), text)
             for text in texts
             for n in [text.row]
         ]
-        return max(found, key=lambda pair: pair[0])
+        return max(differences, key=lambda pair: pair[0])
 
     def _farthest_whole(self, scenario: Scenario, texts: list[Alone]) -> tuple[float, Alone, str]:
         """The same for the outputs of the model, and the name of the output; empty if it has no output per token."""
         whole, name = self.driver.run(self.driver.calls(scenario)), self.driver.output_name
         per_token = whole.dim() == 3
-        found = []
+        differences = []
         for text in texts:
             own = whole[text.row : text.row + 1]
             own = own[:, text.places[self._main]] if per_token else own
-            found.append((difference(own, text.model), text))
-        far, text = max(found, key=lambda pair: pair[0])
+            differences.append((difference(own, text.model), text))
+        far, text = max(differences, key=lambda pair: pair[0])
         return far, text, name if per_token else ""
 
     def _compare_with_eager(self, layer: Layer, outputs: Tensor, finding: Finding) -> Finding:

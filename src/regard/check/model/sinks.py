@@ -48,14 +48,14 @@ def _judge(check: ModelCheck, layer: Layer, project: nn.Module) -> tuple[str, An
     steps = torch.linspace(0.5, 1.5, heads).to(sinks)  # another one for each head, to find heads that are swapped
 
     def first_token(values: Tensor) -> Tensor:
-        found = []
-        hook = project.register_forward_pre_hook(lambda module, args: found.append(args[0].detach().double()))
+        outputs = []
+        hook = project.register_forward_pre_hook(lambda module, args: outputs.append(args[0].detach().double()))
         try:
             with _replaced(sinks, values):
                 check.meter.run(alone(full(2)))
         finally:
             hook.remove()
-        return found[-1][0, 0].unflatten(-1, (heads, -1))  # (H, D)
+        return outputs[-1][0, 0].unflatten(-1, (heads, -1))  # (H, D)
 
     given = sinks.clone()
     value, base, raised = first_token(torch.full_like(given, NONE)), first_token(given * 0), first_token(steps)
@@ -72,8 +72,8 @@ def _judge(check: ModelCheck, layer: Layer, project: nn.Module) -> tuple[str, An
     far = float((change - steps.double()).abs().max())
     if far > 0.01:
         head = int((change - steps.double()).abs().argmax())
-        asked, got = float(steps[head]), float(change[head])
-        return f"raising the sink of head {head} by {asked:.2g} lowers its log-odds by {got:.2g}", "failed"
+        expected, actual = float(steps[head]), float(change[head])
+        return f"raising the sink of head {head} by {expected:.2g} lowers its log-odds by {actual:.2g}", "failed"
     return "as promised", "passed"
 
 

@@ -39,12 +39,12 @@ def target(name: str) -> Target:
     if ":" not in name:
         known = ", ".join([*(ENGINE_PREFIX + each for each in (SELECTED, *ENGINES)), *PEERS])
         raise UnknownTarget(f"target must be package.module:function or one of {known}, but is {name!r}")
-    found = import_object(name)
-    if isinstance(found, Target):
-        return found
-    if not callable(found):
-        raise UnknownTarget(f"{name} must be a function or a regard.check.Target, but is {type(found).__name__}")
-    return of_function(name, found)
+    target = import_object(name)
+    if isinstance(target, Target):
+        return target
+    if not callable(target):
+        raise UnknownTarget(f"{name} must be a function or a regard.check.Target, but is {type(target).__name__}")
+    return of_function(name, target)
 
 
 def of_function(name: str, function: Callable[..., Tensor]) -> Target:
@@ -105,9 +105,9 @@ def import_object(name: str) -> Any:
     if os.getcwd() not in sys.path:  # like `python -m`
         sys.path.insert(0, os.getcwd())
     try:
-        found = importlib.import_module(module)
+        value = importlib.import_module(module)
         for part in attribute.split("."):
-            found = getattr(found, part)
+            value = getattr(value, part)
     except (ImportError, AttributeError, ValueError) as error:
         raise UnknownTarget(f"{name} cannot be imported: {error}") from error
-    return found
+    return value

@@ -44,8 +44,8 @@ def weights(problem: Problem, query: Tensor, key: Tensor, heads: Tensor, rows: T
 
 def can_select_rows(problem: Problem, rows: Tensor) -> bool:
     """Whether `weights` supports these rows: biases of distance need contiguous rows."""
-    apart = bool((rows.unique().diff() > 1).any())
-    return not apart or problem.bias is None or all(isinstance(part, DenseBias) for part in problem.bias.parts())
+    has_gaps = bool((rows.unique().diff() > 1).any())
+    return not has_gaps or problem.bias is None or all(isinstance(part, DenseBias) for part in problem.bias.parts())
 
 
 def pooled_weights(problem: Problem, query: Tensor, key: Tensor, size: tuple[int, int]) -> Tensor:

@@ -54,8 +54,8 @@ def linear_backward(
 @cache
 def panel_rows() -> int:
     """Return the number of rows of a weight per panel of the packed form."""
-    found = library()
-    return 1 if isinstance(found, str) else found.regard_packed_bytes(1, 1, FORMATS["float32"]) // 4
+    kernels = library()
+    return 1 if isinstance(kernels, str) else kernels.regard_packed_bytes(1, 1, FORMATS["float32"]) // 4
 
 
 def multiply(x: Tensor, panels: Tensor, layout: PanelLayout, bias: Tensor | None, out: Tensor, first: int) -> None:

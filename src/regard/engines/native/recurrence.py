@@ -44,12 +44,12 @@ def recurrence_backward(
     """Return the gradients of the inputs, given those of the output and of the final state (None: zero)."""
     query, key, value, decay, beta, state = inputs
     B, N, shared = query.shape[0], query.shape[2], (query, key, value)
-    found: list[Tensor | None] = [prefer_large_pages(x.new_empty(B, heads, N, x.shape[-1])) for x in shared]
-    found += [None if x is None else x.new_empty(x.shape) for x in (decay, beta, state)]
-    places = [n for x in (d_output, d_final, *found) for n in tensor_fields(x)]
+    grads: list[Tensor | None] = [prefer_large_pages(x.new_empty(B, heads, N, x.shape[-1])) for x in shared]
+    grads += [None if x is None else x.new_empty(x.shape) for x in (decay, beta, state)]
+    places = [n for x in (d_output, d_final, *grads) for n in tensor_fields(x)]
     places = [*row_fields(checkpoints), *places]
     call("regard_recurrence_backward", _pack(inputs, heads), RECURRENCE_GRADIENT.pack(*places))
-    return found
+    return grads
 
 
 def _pack(inputs: Inputs, heads: int) -> bytes:

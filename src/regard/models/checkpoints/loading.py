@@ -168,13 +168,13 @@ def _load_weights(
     model = build_on_meta(lambda: architecture.model(config), tensor_count=len(list(weights.names())))
     mappings = tensor_mappings(model, architecture.rules(config))
     source = RoundedWeights(weights, {name: tuple(t.shape) for name, t in model.state_dict().items()})
-    found, unused = locate_tensors(source, mappings, architecture.extras, architecture.prefix, config)
-    assign_tensors(model, read_tensors(source, mappings, found, dtype))
+    stored_names, unused = locate_tensors(source, mappings, architecture.extras, architecture.prefix, config)
+    assign_tensors(model, read_tensors(source, mappings, stored_names, dtype))
     contents: dict[str, Quantized | Tensor] = dict(source.contents)
     if contents and dtype not in (None, torch.float32):
         raise ValueError(f"rounded weights compute in float32, got {dtype=}; load without it")
     if packed and isinstance(weights, gguf.GgufWeights) and dtype in (None, torch.float32):
-        contents |= gguf.quantized_weights(weights, mappings, found, packable_names(model))
+        contents |= gguf.quantized_weights(weights, mappings, stored_names, packable_names(model))
     if contents:
         pack_quantized(model, contents)
     if dtype is None and len(types := float_types(model.state_dict().values())) > 1:
@@ -198,12 +198,12 @@ def warn(message: str) -> None:
 
 
 def read_tensors(
-    weights: Tensors, mappings: Iterable[TensorMapping], found: dict[str, str], dtype: torch.dtype | None
+    weights: Tensors, mappings: Iterable[TensorMapping], stored_names: dict[str, str], dtype: torch.dtype | None
 ) -> dict[str, Tensor]:
     """Read the tensors and return them by our names."""
     tensors = {}
     for mapping in mappings:
-        parts = [weights.read(found[name]) if name != NOTHING else None for name in mapping.theirs]
+        parts = [weights.read(stored_names[name]) if name != NOTHING else None for name in mapping.theirs]
         like = next(part for part in parts if part is not None)
         tensor = mapping.join(
             like.new_zeros(shape) if part is None else part for part, shape in zip(parts, mapping.shapes, strict=True)

@@ -35,10 +35,10 @@ class Rule:
 
     def match(self, name: str) -> tuple[str, ...] | None:
         """Return their names of our tensor, or None if the rule does not apply to it."""
-        found = _pattern(self.ours).fullmatch(name)
-        if found is None:
+        match = _pattern(self.ours).fullmatch(name)
+        if match is None:
             return None
-        *numbers, rest = found.groups()
+        *numbers, rest = match.groups()
         filled = []
         for theirs in self.theirs:
             for number in numbers:
@@ -131,20 +131,20 @@ def table(text: str, *, ours: str = "", theirs: str = "") -> tuple[Rule, ...]:
 
 def tensor_mappings(model: nn.Module, rules: Iterable[Rule]) -> list[TensorMapping]:
     """Return the mapping of every tensor of a model to a checkpoint; raise if no rule matches a tensor."""
-    rules, seen, found, unknown = tuple(rules), set(), [], []
+    rules, seen, mappings, unknown = tuple(rules), set(), [], []
     for name, tensor in model.state_dict(keep_vars=True).items():
         if id(tensor) in seen:  # tied tensors are mapped once
             continue
         seen.add(id(tensor))
         for rule in rules:
             if (theirs := rule.match(name)) is not None:
-                found.append(_tensor_mapping(model, name, tensor, theirs, rule))
+                mappings.append(_tensor_mapping(model, name, tensor, theirs, rule))
                 break
         else:
             unknown.append(name)
     if unknown:
         raise ValueError(f"the table of names has no rule for {abbreviate(unknown)}")
-    return found
+    return mappings
 
 
 def _tensor_mapping(model: nn.Module, name: str, tensor: Tensor, theirs: tuple[str, ...], rule: Rule) -> TensorMapping:
@@ -210,7 +210,7 @@ def locate_tensors(
         for copy, names in extras.copies.items()
         if any(name in needed for name in names)
     }
-    found: dict[str, str] = {}
+    stored_names: dict[str, str] = {}
     copied: list[tuple[str, str]] = []
     unused, unknown = [], []
     for stored in source.names():
@@ -220,9 +220,9 @@ def locate_tensors(
         forms = (name, prefix + name, name.removeprefix(prefix))
         here = next((form for form in forms if form in needed), None)
         if here is not None:
-            if here in found:
-                raise ValueError(f"{printable(stored)} and {found[here]} are both {here}; remove one of them")
-            found[here] = stored
+            if here in stored_names:
+                raise ValueError(f"{printable(stored)} and {stored_names[here]} are both {here}; remove one of them")
+            stored_names[here] = stored
         elif (here := next((form for form in forms if form in copies), None)) is not None:
             copied.append((copies[here], stored))
         elif (here := _matching(extras.computed, forms)) is not None:
@@ -232,26 +232,26 @@ def locate_tensors(
         elif _matching(extras.ignored, forms) is None:
             unknown.append(stored)
     for original, stored in copied:
-        if original not in found:
-            found[original] = stored
-        elif not torch.equal(source.read(stored), source.read(found[original])):
+        if original not in stored_names:
+            stored_names[original] = stored
+        elif not torch.equal(source.read(stored), source.read(stored_names[original])):
             raise ValueError(
-                f"{stored} and {found[original]} must be equal, because the configuration ties them, but differ; "
-                "remove one, or set tie_word_embeddings to false in config.json"
+                f"{stored} and {stored_names[original]} must be equal, because the configuration ties them, but "
+                "differ; remove one, or set tie_word_embeddings to false in config.json"
             )
-    missing = [name for name in needed if name not in found]
+    missing = [name for name in needed if name not in stored_names]
     if missing or unknown:
         parts = [f"lacks {abbreviate(missing)}"] if missing else []
         parts += [f"has {abbreviate(unknown)}, which the model does not have"] if unknown else []
         raise ValueError(f"the checkpoint {' and '.join(parts)}")
     mismatches = [
-        f"{found[name]} is {source.shape(found[name])}, not {shape}"
+        f"{stored_names[name]} is {source.shape(stored_names[name])}, not {shape}"
         for name, shape in needed.items()
-        if source.shape(found[name]) != shape
+        if source.shape(stored_names[name]) != shape
     ]
     if mismatches:
         raise ValueError(f"the tensors do not have the shapes that config.json implies: {'; '.join(mismatches[:8])}")
-    return Located(found, unused)
+    return Located(stored_names, unused)
 
 
 def _matching(patterns: Iterable[str], forms: Iterable[str]) -> str | None:
@@ -280,8 +280,8 @@ def _pattern(name: str) -> re.Pattern[str]:
 
 
 def _alternatives(name: str) -> tuple[str, ...]:
-    found = re.fullmatch(r"(.*)\{(.*)\}(.*)", name)
-    if found is None:
+    match = re.fullmatch(r"(.*)\{(.*)\}(.*)", name)
+    if match is None:
         return (name,)
-    before, inner, after = found.groups()
+    before, inner, after = match.groups()
     return tuple(part if part == NOTHING else before + part + after for part in inner.split(","))

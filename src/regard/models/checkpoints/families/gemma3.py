@@ -49,8 +49,8 @@ def read_gemma3(theirs: Values) -> Values:
     kinds = theirs.get("layer_types") or [LOCAL if (n + 1) % every else GLOBAL for n in range(layers)]
     windows = read_windows({"sliding_window": 4096} | theirs, kinds)
     rotaries = read_rotaries(theirs, BASES, "rope_local_base_freq")
-    found = tuple(rotaries[kind] for kind in kinds)
-    same = {"rotary": found[0]} if len({*found}) == 1 else {"layer_rotary": found}
+    layer_rotary = tuple(rotaries[kind] for kind in kinds)
+    same = {"rotary": layer_rotary[0]} if len({*layer_rotary}) == 1 else {"layer_rotary": layer_rotary}
     return same | windows | {"embedding_scale": math.sqrt(theirs["hidden_size"])}
 
 

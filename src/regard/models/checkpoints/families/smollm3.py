@@ -35,11 +35,11 @@ def read_smollm3(theirs: Values) -> Values:
 
 
 def write_smollm3(config: LanguageConfig) -> Values:
-    found = {rotary for rotary in config.rotaries if rotary is not None}
-    if len(found) != 1:
+    rotaries = {rotary for rotary in config.rotaries if rotary is not None}
+    if len(rotaries) != 1:
         raise ValueError("all layers with positions must have the same rotary embedding")
     values = write_windows(config)
-    rotary = write_rotary(replace(config, rotary=found.pop(), layer_rotary=()))
+    rotary = write_rotary(replace(config, rotary=rotaries.pop(), layer_rotary=()))
     layers = [int(rotary is not None) for rotary in config.rotaries]
     return rotary | values | {"no_rope_layers": layers, "use_sliding_window": values["sliding_window"] is not None}
 

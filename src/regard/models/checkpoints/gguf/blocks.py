@@ -15,12 +15,12 @@ FORMATS = {"Q8_0": "int8", "Q4_0": "int4", "Q4_1": "int4_minimum"}
 
 
 def quantized_weights(
-    weights: GgufWeights, mappings: Iterable[TensorMapping], found: dict[str, str], names: Collection[str]
+    weights: GgufWeights, mappings: Iterable[TensorMapping], stored_names: dict[str, str], names: Collection[str]
 ) -> dict[str, Quantized]:
     """Return the weights with these names of the model that are stored as matrices of one of `FORMATS`."""
     contents = {}
     for mapping in mappings:
-        parts = [found[name] for name in mapping.theirs if name != NOTHING]
+        parts = [stored_names[name] for name in mapping.theirs if name != NOTHING]
         kinds = {weights.kind(part) for part in parts}
         if mapping.ours not in names or len(parts) != len(mapping.theirs) or len(kinds) != 1 or not kinds <= {*FORMATS}:
             continue

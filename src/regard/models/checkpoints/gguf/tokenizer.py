@@ -124,12 +124,12 @@ def _sentencepiece(file: GgufFile, tokens: list[str]) -> Tokenizer:
 
 def _merges(vocabulary: dict[str, int], scores: np.ndarray) -> list[tuple[str, str]]:
     """Return the merges of SentencePiece's BPE, which joins the pair whose token has the highest score first."""
-    found = []
+    merges = []
     for token, n in vocabulary.items():
         pairs = [(token[:at], token[at:]) for at in range(1, len(token))]
         known = [(one, other) for one, other in pairs if one in vocabulary and other in vocabulary]
-        found += [(-float(scores[n]), vocabulary[one], vocabulary[other], one, other) for one, other in known]
-    return [(one, other) for *_, one, other in sorted(found)]
+        merges += [(-float(scores[n]), vocabulary[one], vocabulary[other], one, other) for one, other in known]
+    return [(one, other) for *_, one, other in sorted(merges)]
 
 
 def _add_begin_and_end(file: GgufFile, built: Tokenizer, tokens: list[str]) -> None:

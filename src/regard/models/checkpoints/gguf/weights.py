@@ -132,12 +132,12 @@ def _stored_names(file: GgufFile, architecture: str, layers: int) -> dict[str, s
     table = gguf.get_tensor_name_map(number, layers)
     modules = (*MODULES, *(f"model.layers.{n}.{module}" for n in range(layers) for module in LAYER_MODULES))
     checkpoint_names = {table.get_name(module): module for module in modules}
-    found = {}
+    stored_names = {}
     for stored in file.names():
         module, _, suffix = stored.rpartition(".")
         if stored != FREQUENCY_FACTORS:
-            found[f"{checkpoint_names[module]}.{suffix}" if module in checkpoint_names else stored] = stored
-    return found
+            stored_names[f"{checkpoint_names[module]}.{suffix}" if module in checkpoint_names else stored] = stored
+    return stored_names
 
 
 def _config(file: GgufFile, name: str, architecture: GgufArchitecture) -> dict[str, Any]:
