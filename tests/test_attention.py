@@ -23,14 +23,14 @@ def _seed() -> None:
 
 @pytest.mark.parametrize("engine", ["reference", "tiled", "sdpa", "native"])
 @pytest.mark.parametrize("wanted", [(0,), (1,), (2,), (0, 2), (1, 2)])
-def test_any_subset_of_the_inputs_may_require_grad(engine: str, needing_grad: tuple[int, ...]) -> None:
+def test_any_subset_of_the_inputs_may_require_grad(engine: str, wanted: tuple[int, ...]) -> None:
     inputs = [normal(1, 2, 9, 4) for _ in range(3)]
     whole = [t.clone().requires_grad_() for t in inputs]
-    part = [t.clone().requires_grad_(n in needing_grad) for n, t in enumerate(inputs)]
+    part = [t.clone().requires_grad_(n in wanted) for n, t in enumerate(inputs)]
     rg.attention(*whole, mask=rg.causal(), engine="reference").sin().sum().backward()
     rg.attention(*part, mask=rg.causal(), engine=engine).sin().sum().backward()
     for n in range(3):
-        if n in needing_grad:
+        if n in wanted:
             torch.testing.assert_close(part[n].grad, whole[n].grad)
         else:
             assert part[n].grad is None

@@ -37,6 +37,7 @@ LAYERS = [
     {"scores", "masks", "positions"},
     {"engines"},
     {"attention"},
+    {"functional"},
     {"nn"},
     {"models"},
     {"data"},

@@ -2,9 +2,10 @@
 
 from regard import launch  # noqa: F401  # isort: skip  # before torch is imported
 from regard import models, nn
-from regard.attention import Attention, attention
+from regard.attention import Attention
 from regard.cache import CacheInfo, cache_info, clear_cache, set_cache_limit
 from regard.engines import CannotCompute, Explanation, Statistics, merge
+from regard.functional import attention
 from regard.linear import LinearAttention, LinearState, favor
 from regard.masks import (
     Mask,

@@ -12,7 +12,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from regard.attention import attention
+from regard.functional import attention
 from regard.geometry import format_shape
 from regard.masks import Mask, causal, padding, varlen, window
 from regard.positions import Bias, alibi
