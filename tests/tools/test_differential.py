@@ -23,7 +23,8 @@ ABSTRACT = {rg.nn.Residual}
 NOT_DRAWN = {  # compared with loops and with Transformers in tests of their own
     rg.nn.DeltaNet, rg.nn.GatedDeltaNet, rg.nn.GatedLinearAttention, rg.nn.Mamba2, rg.nn.Retention,
     rg.nn.ShortConvolution, rg.nn.LayerScale, rg.nn.Experts, rg.nn.OutputNorm, rg.nn.TokenNorm, rg.nn.ProbePooling,
-    rg.nn.RelativeEmbedding, models.DualEncoder,
+    rg.nn.RelativeEmbedding, models.DualEncoder, rg.nn.LatentAttention, rg.nn.DifferentialAttention,
+    rg.nn.TalkingHeadsAttention, rg.nn.CrossLayerAttention, rg.nn.OutputGate,
 }  # fmt: skip
 
 

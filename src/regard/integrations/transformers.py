@@ -21,6 +21,7 @@ from weakref import WeakSet
 import torch
 from torch import Tensor, nn
 from transformers import AttentionInterface, AttentionMaskInterface, PreTrainedModel
+from transformers.generation.continuous_batching import ContinuousBatchingManager
 from transformers.masking_utils import eager_mask, prepare_padding_mask, sdpa_mask
 from transformers.utils import logging
 from transformers.utils.import_utils import is_tracing
@@ -31,7 +32,7 @@ from regard.integrations.dense_masks import key_masks, read_keep_mask
 from regard.integrations.mask_functions import UnknownMaskFunction, combine, to_masks
 from regard.integrations.mask_tensor import MaskTensor
 from regard.integrations.pattern import NO_MASK, Pattern, build_attention
-from regard.masks import causal, dense, documents
+from regard.masks import causal, dense, documents, selected, varlen, window
 
 __all__ = ["Coverage", "attend", "coverage", "enable", "build_mask"]
 
@@ -53,18 +54,19 @@ def enable() -> None:
         _wrap("get_correct_attn_implementation", _choose_implementation)
         _wrap("post_init", _warn_after_building)
         _wrap("set_attn_implementation", _set_everywhere)
+        _wrap("switch_to_cb_friendly_attn", _keep_in_continuous_batching, ContinuousBatchingManager)
 
 
-def _wrap(name: str, around: Callable[..., Any]) -> None:
-    """Replace a method of PreTrainedModel by `around(method, model, ...)`."""
-    method = getattr(PreTrainedModel, name)
+def _wrap(name: str, around: Callable[..., Any], owner: type = PreTrainedModel) -> None:
+    """Replace a method of a class of Transformers by `around(method, object, ...)`."""
+    method = getattr(owner, name)
 
     @wraps(method)
     def wrapper(model: Any, *args: Any, **kwargs: Any) -> Any:
         return around(method, model, *args, **kwargs)
 
     wrapper._regard = True  # type: ignore[attr-defined]
-    setattr(PreTrainedModel, name, wrapper)
+    setattr(owner, name, wrapper)
 
 
 def _choose_implementation(method: Callable, model: Any, requested_attention: str | None, *args: Any, **kw: Any) -> str:
@@ -102,6 +104,15 @@ def _set_everywhere(method: Callable, model: Any, attn_implementation: str | dic
             config._attn_implementation_internal = around._attn_implementation
     if NAME in torch.utils._pytree.tree_leaves(attn_implementation):
         _warn(model)
+
+
+def _keep_in_continuous_batching(method: Callable, manager: Any, model: Any, *args: Any, **kwargs: Any) -> None:
+    """Let continuous batching run regard, although Transformers only knows its own attentions to be able to.
+
+    Its batches have the edges of the requests, from which `attend` builds a mask; no mask tensor is needed.
+    """
+    if model.config._attn_implementation != NAME:
+        method(manager, model, *args, **kwargs)
 
 
 def _warn(model: Any) -> None:
@@ -149,7 +160,7 @@ def build_mask(
 
 
 def attend(
-    module: nn.Module,
+    module: Any,
     query: Tensor,
     key: Tensor,
     value: Tensor,
@@ -166,20 +177,28 @@ def attend(
 
     The second result is None, or with `output_attentions=True` the weights before dropout (B, H, Q, K).
     """
-    for name in ("cache", "indices", "block_indices", "sinks"):
-        if kwargs.get(name) is not None:
-            raise NotImplementedError(
-                f"{type(module).__name__} passes {name!r} to its attention, which attn_implementation={NAME!r} does "
-                'not support; use model.set_attn_implementation("eager")'
-            )
-    if attention_mask is None:
+    if kwargs.get("sinks") is not None:
+        raise NotImplementedError(
+            f"{type(module).__name__} passes 'sinks' to its attention, which attn_implementation={NAME!r} does "
+            'not support; use model.set_attn_implementation("eager")'
+        )
+    if (paged := kwargs.pop("cache", None)) is not None:
+        key, value = paged.update(key_states=key, value_states=value, layer_idx=module.layer_idx, kwargs=kwargs)
+        pattern, bias = _paged(kwargs, attention_mask), None
+    elif attention_mask is None:
         pattern, bias = _without_mask(module, is_causal, query.shape[2], key.shape[2]), None
     elif isinstance(attention_mask, MaskTensor) and attention_mask.intact:
         pattern, bias = attention_mask.pattern, None
     else:
         pattern, bias = _read(attention_mask, query)
-    if (edges := kwargs.get("cu_seq_lens_q")) is not None:
+    if paged is None and (edges := kwargs.get("cu_seq_lens_q")) is not None:
         pattern = _packed(pattern, edges, kwargs.get("cu_seq_lens_k"), query.shape[2], key.shape[2])
+    if (indices := kwargs.get("indices")) is not None:  # (B, Q, n): the keys that an indexer chose for each query
+        chosen = selected(indices.unsqueeze(1))
+        pattern = Pattern(chosen if pattern.mask is None else pattern.mask & chosen, pattern.offset)
+    if (indices := kwargs.get("block_indices")) is not None:  # (B, heads of the indexer, Q, n)
+        chosen = selected(indices.repeat_interleave(query.shape[1] // indices.shape[1], 1), module.indexer.block_size)
+        pattern = Pattern(chosen if pattern.mask is None else pattern.mask & chosen, pattern.offset)
     if position_bias is not None:
         bias = position_bias if bias is None else position_bias + bias
     description = build_attention(pattern, scale=scaling, softcap=softcap, dropout=dropout, bias=bias, sink=s_aux)
@@ -230,6 +249,22 @@ def _packed(pattern: Pattern, edges: Tensor, key_edges: Tensor | None, queries: 
         )
     sequences = documents(torch.searchsorted(edges.long(), torch.arange(keys, device=edges.device), right=True))
     return Pattern(sequences if pattern.mask is None else pattern.mask & sequences, pattern.offset)
+
+
+def _paged(kwargs: dict[str, Any], attention_mask: Any) -> Pattern:
+    """The pattern of continuous batching: requests one after another, with the keys that the paged cache returned.
+
+    A mask of `build_mask` knows the tokens of the batch only, not the edges of its requests, and is replaced.
+    """
+    foreign = attention_mask is not None and not isinstance(attention_mask, MaskTensor)
+    if foreign or kwargs.get("block_table") is not None:
+        raise NotImplementedError(
+            f"a paged cache with {'a mask tensor' if foreign else 'a block table'} is not supported by "
+            f'attn_implementation={NAME!r}; use model.set_attn_implementation("paged|eager")'
+        )
+    width = kwargs.get("sliding_window")
+    inside = causal() if width is None else causal() & window(width - 1, 0)
+    return Pattern(varlen(kwargs["cu_seq_lens_q"], kwargs["cu_seq_lens_k"], mask=inside))
 
 
 def _wants_weights(module: nn.Module, kwargs: dict[str, Any]) -> bool:

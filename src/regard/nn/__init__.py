@@ -5,11 +5,14 @@ from regard.nn.blocks import Block, LayerScale, OutputNorm, PostNorm, PreNorm, R
 from regard.nn.cache import Cache, CrossCache, FixedCache, WindowCache
 from regard.nn.context import LayerContext, key_mask
 from regard.nn.convolution import ShortConvolution
+from regard.nn.cross_layer import CrossLayerAttention
 from regard.nn.experts import Experts
 from regard.nn.feedforward import ACTIVATIONS, FeedForward, GatedFeedForward
 from regard.nn.freeze import freeze, thaw
 from regard.nn.generate import Beam, GenerationState, Greedy, Sample
 from regard.nn.graph import GraphAttention
+from regard.nn.head_mixing import DifferentialAttention, OutputGate, TalkingHeadsAttention
+from regard.nn.latent_attention import LatentAttention
 from regard.nn.linear_attention import DeltaNet, GatedDeltaNet, GatedLinearAttention, Mamba2, Retention
 from regard.nn.loss import token_loss
 from regard.nn.packing import Packed, pack, unpack
@@ -27,9 +30,11 @@ __all__ = [
     "Block",
     "Cache",
     "CrossBlock",
+    "CrossLayerAttention",
     "Decoder",
     "DecoderCache",
     "DeltaNet",
+    "DifferentialAttention",
     "Encoder",
     "Experts",
     "FeedForward",
@@ -42,12 +47,14 @@ __all__ = [
     "Greedy",
     "InducedBlock",
     "Last",
+    "LatentAttention",
     "Mamba2",
     "LayerScale",
     "Max",
     "Mean",
     "CrossCache",
     "MultiHeadAttention",
+    "OutputGate",
     "OutputNorm",
     "Packed",
     "PostNorm",
@@ -66,6 +73,7 @@ __all__ = [
     "ShortConvolution",
     "LayerContext",
     "GenerationState",
+    "TalkingHeadsAttention",
     "TokenNorm",
     "UnitRMSNorm",
     "WindowCache",

@@ -8,14 +8,15 @@ import torch
 from torch import Tensor, nn
 
 from regard.arguments import explain_torch_keywords
-from regard.attention import Attention
+from regard.attention import Attention, Keys
 from regard.engines.packed_linear import project
 from regard.masks import Mask
-from regard.nn.cache import Cache, CrossCache, WindowCache
+from regard.nn.cache import Cache, CrossCache, Stored, WindowCache
 from regard.nn.cached_attention import ignores_query_position, max_lookback, shift_to_cache
 from regard.nn.context import LayerContext, RelativePositions, check_not_in_context
 from regard.nn.rotary import Rotary
 from regard.positions import Bias, dense_bias
+from regard.positions.biases import Shaw, is_built_in
 from regard.scores import Additive, Dot, Modified
 from regard.sharding import current_sharding
 
@@ -38,7 +39,7 @@ class SelfAttention(nn.Module):
         super().__init__()
         self.query, self.key = linear(d_model, d_key), linear(d_model, d_key)
         self.value, self.output = linear(d_model, d_value), linear(d_value, d_model)
-        self.attend = _check_registered(attend or Attention())
+        self.attend = check_registered(attend or Attention())
 
     def forward(self, x: Tensor, *, mask: Mask | Tensor | None = None, bias: Bias | Tensor | None = None) -> Tensor:
         """(B, N, d_model) to (B, N, d_model)."""
@@ -56,6 +57,7 @@ class MultiHeadAttention(nn.Module):
     attend: score, mask, bias, sink and dropout (dropout is applied in training only). Its tensors become parameters or
         buffers of this module. Layers that share one object share its tensors and plans.
     rotary: rotates q and k by their positions. query_norm, key_norm: modules over (..., H, D), applied before `rotary`.
+    gate: a module that maps x (B, N, d_model) and the heads' outputs (B, N, H, E) to new outputs, as `OutputGate`.
 
     One weight holds the three projections (rows: query heads, key heads, value heads), so that self-attention needs a
     single matrix product. Weights start from N(0, 1 / fan_in), biases from 0; a stack may scale the output weight down.
@@ -65,6 +67,8 @@ class MultiHeadAttention(nn.Module):
     >>> layer(torch.randn(2, 10, 64), mask=rg.padding([10, 7])).shape
     torch.Size([2, 10, 64])
     """
+
+    rearranges_heads = False  # whether keys of several heads are side by side: queries and values have other widths
 
     @explain_torch_keywords("MultiHeadAttention", module=True)
     def __init__(
@@ -80,6 +84,7 @@ class MultiHeadAttention(nn.Module):
         rotary: Rotary | None = None,
         query_norm: nn.Module | None = None,
         key_norm: nn.Module | None = None,
+        gate: nn.Module | None = None,
         bias: bool = True,
         output_bias: bool | None = None,
     ) -> None:
@@ -108,8 +113,9 @@ class MultiHeadAttention(nn.Module):
         self.qkv = linear(d_model, self.widths[0] if separate else sum(self.widths), bias=bias)
         self.source = linear(d_source or d_model, sum(self.widths[1:]), bias=bias) if separate else None
         self.output = linear(heads * self.d_value, d_model, bias=bias if output_bias is None else output_bias)
-        self.rotary, self.query_norm, self.key_norm = rotary, query_norm, key_norm
-        self.attend = _check_registered(attend or Attention())
+        self.rotary, self.query_norm, self.key_norm, self.gate = rotary, query_norm, key_norm, gate
+        self.readers = 0  # layers that attend to the keys and values of this one, see CrossLayerAttention
+        self.attend = check_registered(attend or Attention())
 
     @explain_torch_keywords("MultiHeadAttention.forward", module=True)
     def forward(
@@ -141,6 +147,8 @@ class MultiHeadAttention(nn.Module):
             check_not_in_context(mask=mask, bias=bias, positions=positions)
             if current_sharding() is not None and not context.is_local:
                 raise ValueError("when sequences are sharded, a layer takes the local tokens and `context.to_local()`")
+        if self.rearranges_heads:
+            check_width_free(context.bias)
         if cache is not None and current_sharding() is not None:
             raise ValueError("a cache cannot be sharded; generate outside of regard.distributed.sequence")
         if isinstance(cache, CrossCache):
@@ -159,17 +167,48 @@ class MultiHeadAttention(nn.Module):
             q = self._rotate(self._query(x, context), context, start)
             k, v = self._key_value(x if source is None else source, context)
             k = self._rotate(k, context, start, of_source=source is not None)
+        q, (k, v) = self.arrange_query(q), self.arrange_key_value(k, v)
         q, k, v = q.transpose(1, 2), k.transpose(1, 2), v.transpose(1, 2)
-        if cache is not None and context.relative is None:
-            keys, values = cache.append(k, v)
-            attend = context.combine(self.attend, cached=True, dropped=cache.dropped)
-            out = shift_to_cache(attend, cache, q, values.shape[-1])(q, keys, values)  # (B, H, N, E), laid out as q is
-        else:
-            attend = context.combine(self.attend)
-            if context.relative is not None:
-                attend = self._add_relative(attend, q, k, context.relative, source, cache)
+        if context.relative is not None:
+            attend = self._add_relative(context.combine(self.attend), q, k, context.relative, source, cache)
             out = attend(q, k, v)
-        return project(out.transpose(1, 2).flatten(2), self.output.weight, self.output.bias)
+        else:
+            keys, values = self._append(k, v, context, cache)
+            out = self.attend_to(q, keys, values, context, cache)
+        return self.project_output(x, out)
+
+    def arrange_query(self, q: Tensor) -> Tensor:
+        """Return queries (B, N, H, D) as the attention takes them; a subclass may change heads and widths."""
+        return q
+
+    def arrange_key_value(self, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
+        """Return keys (B, K, G, D) and values (B, K, G, E) as the attention takes them and a cache stores them."""
+        return k, v
+
+    def arrange_output(self, out: Tensor) -> Tensor:
+        """Return outputs of the attention as outputs of the heads (B, N, H, E)."""
+        return out
+
+    def project_output(self, x: Tensor, out: Tensor) -> Tensor:
+        """Map outputs (B, H, N, E) of the attention, for inputs x, to (B, N, d_model)."""
+        out = self.arrange_output(out.transpose(1, 2))
+        if self.gate is not None:
+            out = self.gate(x, out)
+        return project(out.flatten(2), self.output.weight, self.output.bias)
+
+    def _append(self, k: Tensor, v: Tensor, context: LayerContext, cache: Cache | None) -> Stored:
+        """Return all keys and values (B, G, K, ...), with those of the cache; keep them for layers that share them."""
+        stored: Stored = (k, v) if cache is None else cache.append(k, v)
+        if self.readers:
+            context.share(self, stored, cache, self.readers)
+        return stored
+
+    def attend_to(self, q: Tensor, keys: Keys, values: Keys, context: LayerContext, cache: Cache | None) -> Tensor:
+        """Attend from q (B, H, N, D) to all keys and values; the result (B, H, N, E) is laid out as q is."""
+        if cache is None:
+            return context.combine(self.attend)(q, keys, values)
+        attend = context.combine(self.attend, cached=True, dropped=cache.dropped)
+        return shift_to_cache(attend, cache, q, values.shape[-1])(q, keys, values)
 
     def _fused_projection(self, x: Tensor, context: LayerContext, start: int) -> tuple[Tensor, Tensor, Tensor]:
         """Project x to q (B, N, H, D), k (B, N, G, D) and v (B, N, G, E) with one product."""
@@ -212,7 +251,8 @@ class MultiHeadAttention(nn.Module):
     ) -> Attention:  # fmt: skip
         """Return `attend` with the bias of disentangled attention, for q and k (B, H, N, D)."""
         score = attend.score
-        if source is not None or cache is not None or self.heads != self.kv_heads or current_sharding() is not None:
+        plain = type(self) is MultiHeadAttention and not self.readers and self.heads == self.kv_heads
+        if source is not None or cache is not None or not plain or current_sharding() is not None:
             raise ValueError(
                 "disentangled attention is self-attention with equally many heads of queries and keys, without a cache "
                 "and without sharding"
@@ -235,17 +275,17 @@ class MultiHeadAttention(nn.Module):
             if source is None:
                 raise ValueError("the CrossCache is empty; pass `source` in the first call")
             k, v = self._key_value(source, context)
-            k = self._rotate(k, context, of_source=True)
+            k, v = self.arrange_key_value(self._rotate(k, context, of_source=True), v)
             cross_cache.store(source, k.transpose(1, 2).contiguous(), v.transpose(1, 2).contiguous())
         else:
             cross_cache.check_source(source)
         assert cross_cache.keys_values is not None
         (k, v), start, (rows, count) = cross_cache.keys_values, cross_cache.seen_tokens, x.shape[:2]
         beams = cross_cache.beams(rows, count)
-        q = self._rotate(self._query(x, context), context, start)  # (B * beams, N, H, D)
+        q = self.arrange_query(self._rotate(self._query(x, context), context, start))  # (B * beams, N, H, D)
         attend = context.combine(self.attend)
         if ignores_query_position(attend):  # then the beams of a source can be queries of one call
-            q = q.reshape(len(k), beams * count, self.heads, self.d_head)
+            q = q.reshape(len(k), beams * count, *q.shape[2:])
         else:
             if attend.offset is None:
                 raise ValueError(
@@ -256,8 +296,8 @@ class MultiHeadAttention(nn.Module):
                 attend = attend.replace(offset=attend.offset + start)
             if beams > 1:
                 k, v = k.repeat_interleave(beams, 0), v.repeat_interleave(beams, 0)
-        out = attend(q.transpose(1, 2), k, v)
-        return project(out.transpose(1, 2).flatten(2), self.output.weight, self.output.bias).view(x.shape)
+        out = attend(q.transpose(1, 2), k, v).transpose(1, 2)
+        return self.project_output(x, out.reshape(rows, count, *out.shape[2:]).transpose(1, 2))
 
     def cache(self, *, dtype: torch.dtype | None = None) -> Cache:
         """Return an empty cache for this layer: a `WindowCache` if the mask limits how far back a query attends.
@@ -316,7 +356,7 @@ def linear(inputs: int, outputs: int, *, bias: bool = True) -> nn.Linear:
     return projection
 
 
-def _check_registered(attend: Attention) -> Attention:
+def check_registered(attend: Attention) -> Attention:
     """Return `attend`; raise if its score function has trainable tensors that are not registered."""
     score = attend.score
     is_closure = isinstance(score, Modified) and not isinstance(score.function, nn.Module)
@@ -326,3 +366,20 @@ def _check_registered(attend: Attention) -> Attention:
             "write it as an nn.Module with forward(score, b, h, q_index, k_index) that holds them"
         )
     return attend
+
+
+def with_scale(attend: Attention, d_head: int, layer: type) -> Attention:
+    """Return `attend` with the default scale for heads of width `d_head`, for a layer that changes their width."""
+    score = attend.score
+    if not isinstance(score, Dot):
+        raise ValueError(f"{layer.__name__} needs the score Dot(), got {score!r}")
+    return attend if score.scale is not None else attend.replace(score=Dot(d_head**-0.5, score.softcap))
+
+
+def check_width_free(bias: Bias | None) -> None:
+    """Raise if a bias depends on queries or values, for a layer that changes their width."""
+    for part in () if bias is None else bias.parts():
+        if isinstance(part, Shaw) or not is_built_in(part):
+            raise ValueError(
+                f"the bias {part!r} may depend on queries or values, which this layer rearranges; use another bias"
+            )

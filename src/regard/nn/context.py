@@ -9,9 +9,10 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from regard.attention import Attention
+from regard.attention import Attention, Keys
 from regard.masks import Mask, dense, padding
 from regard.masks.patterns import mask_by_distance
+from regard.nn.cache import Cache, Stored
 from regard.nn.cached_attention import depends_on_distance
 from regard.nn.rotary import Rotary, Table
 from regard.positions import Bias, Dynamic, LongRope
@@ -28,6 +29,14 @@ class RelativePositions(NamedTuple):
 
     vectors: Tensor  # (R, d_model)
     rows: Tensor  # (N, N): indices of vectors
+
+
+class SharedKeys(NamedTuple):
+    """Keys and values (B, G, K, ...) that a layer computed, with those of its cache, if it has one."""
+
+    keys: Keys
+    values: Keys
+    cache: Cache | None
 
 
 class LayerContext:
@@ -68,6 +77,7 @@ class LayerContext:
         self.is_local = False
         self._combined: dict[tuple[Attention, bool, bool], Attention] = {}
         self._tables: dict[tuple, Table] = {}
+        self._shared: dict[object, list[SharedKeys]] = {}  # by the layer that computed them, one entry per reader
 
     def combine(self, own: Attention, *, cached: bool = False, dropped: int = 0) -> Attention:
         """Return `own` with the mask and bias of this call. Layers that share `own` share the result and its plans.
@@ -96,6 +106,15 @@ class LayerContext:
             result = own.replace(mask=mask, bias=bias, offset=None if at_end else own.offset)
             self._combined[own, at_end, left_padding is None] = result
         return result
+
+    def share(self, layer: object, stored: Stored, cache: Cache | None, readers: int) -> None:
+        """Keep the keys and values of a layer until `readers` other layers have taken them."""
+        self._shared[layer] = [SharedKeys(stored[0], stored[1], cache)] * readers
+
+    def take_shared(self, layer: object) -> SharedKeys | None:
+        """Return the keys and values of a layer, once per reader."""
+        left = self._shared.get(layer)
+        return left.pop() if left else None
 
     def with_bias(self, bias: Bias) -> LayerContext:
         """Return a copy with `bias` added."""

@@ -34,7 +34,10 @@ from regard.nn.feedforward import ACTIVATIONS, FeedForward, GatedFeedForward
 from regard.nn.rotary import Rotary
 from regard.sharding import current_sharding
 
-_ATTRIBUTES = ("forward", "activation", "eps", "rotary", "attend", "dropout")
+_ATTRIBUTES = (
+    "forward", "activation", "eps", "rotary", "attend", "dropout", "query_norm", "key_norm", "source", "gate", "readers"
+)  # fmt: skip
+_ABSENT = object()  # an attribute that is None moves elsewhere when it becomes a module
 _GLOBAL_HOOKS = (torch_module._global_forward_hooks, torch_module._global_forward_pre_hooks)
 
 
@@ -54,7 +57,7 @@ class StackPlan:
         self._hooks = [hooks for m in modules for hooks in (m._forward_hooks, m._forward_pre_hooks)] + [*_GLOBAL_HOOKS]
         # What a module computes with: a replacement is noticed by the next call.
         self._entries: list[tuple[dict[str, Any], str, object]] = [
-            (place, name, place.get(name))
+            (place, name, place.get(name, _ABSENT))
             for module in modules
             for place in (module.__dict__, module._parameters, module._modules)
             for name in (_ATTRIBUTES if place is module.__dict__ else place)
@@ -77,7 +80,7 @@ class StackPlan:
     def is_current(self) -> bool:
         """Whether the modules still hold the same tensors and no hook or replacement of a forward."""
         return (
-            all(place.get(name) is value for place, name, value in self._entries)
+            all(place.get(name, _ABSENT) is value for place, name, value in self._entries)
             and all(getattr(weight, "panels", None) is panels for weight, panels in self._panels)
             and all(tensor.data_ptr() == address for tensor, address in self._addresses)
             and not any(self._hooks)
@@ -96,8 +99,8 @@ class StackPlan:
             raise _Unsupported
         if len(kinds) != 1 or not kinds <= {PreNorm, PostNorm}:
             raise _Unsupported
-        separate = (attention.source, attention.query_norm, attention.key_norm)
-        if any(part is not None for part in separate) or attention.d_value != attention.d_head:
+        separate = (attention.source, attention.query_norm, attention.key_norm, attention.gate)
+        if any(part is not None for part in separate) or attention.readers or attention.d_value != attention.d_head:
             raise _Unsupported
         norms: list[Any] = [residual.norm for residual in residuals]
         if len({(type(norm), getattr(norm, "eps", None)) for norm in norms}) != 1 or type(norms[0]) not in (

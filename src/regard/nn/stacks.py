@@ -16,6 +16,7 @@ from regard.nn.blocks import Block
 from regard.nn.cache import CrossCache
 from regard.nn.context import LayerContext, RelativePositions, check_not_in_context
 from regard.nn.fused_stack import run_fused
+from regard.nn.latent_attention import LatentAttention
 from regard.nn.recurrent import LayerCache
 from regard.positions import Bias, t5
 from regard.sharding import current_sharding
@@ -191,7 +192,7 @@ class Encoder(nn.Module):
                 "only blocks with MultiHeadAttention or a recurrent layer have caches, but this block has "
                 f"{type(attention).__name__}"
             )
-        if isinstance(attention, MultiHeadAttention):
+        if isinstance(attention, MultiHeadAttention | LatentAttention):
             return attention.cache(dtype=dtype)
         return attention.cache()  # type: ignore[operator]
 
