@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from typing import Any
 
 from regard.models.checkpoints.families import rope
@@ -26,10 +27,11 @@ LOCAL, GLOBAL = "sliding_attention", "full_attention"
 BASES = {LOCAL: 10000.0, GLOBAL: 1000000.0}
 
 
-def read_rotaries(theirs: Values, bases: dict[str, float], local_base: str) -> dict[str, Any]:
-    """Return the rotary embedding of each layer type: nested in rope_parameters, or under the names of older releases.
+def read_rotaries(theirs: Values, kinds: Sequence[str], bases: dict[str, float], local_base: str) -> Values:
+    """Return the rotary embeddings of layers of these types, one for all if they are equal.
 
-    bases: the defaults. local_base: the older name of the base of local layers.
+    They are nested in rope_parameters by type, or have the names of older releases. bases: the defaults.
+    local_base: the older name of the base of local layers.
     """
     parameters = theirs.get("rope_parameters") or {}
     if not {LOCAL, GLOBAL} & parameters.keys():  # older releases scale global layers only
@@ -39,7 +41,9 @@ def read_rotaries(theirs: Values, bases: dict[str, float], local_base: str) -> d
     for kind, value in values.items():
         check_types(value, rope.TYPES, f"{kind}.")
     more = {"max_position_embeddings": theirs.get("max_position_embeddings")}
-    return {kind: rope.read(value | more, base=bases[kind]) for kind, value in values.items()}
+    by_type = {kind: rope.read(value | more, base=bases[kind]) for kind, value in values.items()}
+    rotaries = tuple(by_type[kind] for kind in kinds)
+    return {"rotary": rotaries[0]} if len({*rotaries}) == 1 else {"layer_rotary": rotaries}
 
 
 def read_gemma3(theirs: Values) -> Values:
@@ -48,10 +52,8 @@ def read_gemma3(theirs: Values) -> Values:
         raise ValueError("attn_logit_softcapping is not supported for gemma3_text; expected null")
     kinds = theirs.get("layer_types") or [LOCAL if (n + 1) % every else GLOBAL for n in range(layers)]
     windows = read_windows({"sliding_window": 4096} | theirs, kinds)
-    rotaries = read_rotaries(theirs, BASES, "rope_local_base_freq")
-    layer_rotary = tuple(rotaries[kind] for kind in kinds)
-    same = {"rotary": layer_rotary[0]} if len({*layer_rotary}) == 1 else {"layer_rotary": layer_rotary}
-    return same | windows | {"embedding_scale": math.sqrt(theirs["hidden_size"])}
+    rotaries = read_rotaries(theirs, kinds, BASES, "rope_local_base_freq")
+    return rotaries | windows | {"embedding_scale": math.sqrt(theirs["hidden_size"])}
 
 
 def write_rotaries(rotaries: Any, windows: Any, d_head: int, local_base: str) -> Values:

@@ -36,10 +36,7 @@ def read_modernbert(theirs: Values) -> Values:
     size = theirs.get("local_attention")
     windows = read_windows(theirs | {"sliding_window": (128 if size is None else size) // 2}, kinds)
     older = theirs | {"rope_theta": theirs.get("global_rope_theta")}
-    rotaries = read_rotaries(older, BASES, "local_rope_theta")
-    layer_rotary = tuple(rotaries[kind] for kind in kinds)
-    same = {"rotary": layer_rotary[0]} if len({*layer_rotary}) == 1 else {"layer_rotary": layer_rotary}
-    return same | windows | {"classes": classes(theirs)}
+    return read_rotaries(older, kinds, BASES, "local_rope_theta") | windows | {"classes": classes(theirs)}
 
 
 def write_modernbert(config: TextConfig) -> Values:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from regard.models.checkpoints.families.text import LM_HEAD, NUMBERS, SIZES, architectures
+from regard.models.checkpoints.families.text import SIZES, roberta_architectures
 from regard.models.checkpoints.family import Family, Field, activation, classes, labels
 from regard.models.text import TextConfig
 
@@ -23,24 +23,7 @@ MPNET = Family(
     "mpnet",
     "MPNet",
     TextConfig,
-    architectures(
-        "MPNet",
-        BASE,
-        {
-            "Model": "",
-            "ForMaskedLM": LM_HEAD,
-            "ForSequenceClassification": "transform classifier.dense \n classifier classifier.out_proj",
-            "ForTokenClassification": "classifier classifier",
-            "ForQuestionAnswering": "ends qa_outputs",
-        },
-        prefix="mpnet.",
-        computed=NUMBERS,
-        reported=("pooler",),
-        copies={
-            "lm_head.decoder.weight": ("mpnet.embeddings.word_embeddings.weight",),
-            "lm_head.decoder.bias": ("lm_head.bias",),
-        },
-    ),
+    roberta_architectures("MPNet", BASE, "mpnet."),
     (
         *(entry for entry in SIZES if entry.ours != "segments"),
         activation("activation", "hidden_act", "gelu"),

@@ -149,30 +149,35 @@ LM_HEAD = """
 """
 
 
+def roberta_architectures(start: str, names: str, prefix: str) -> dict[str, Architecture]:
+    """Architectures with the heads of RoBERTa."""
+    return architectures(
+        start,
+        names,
+        {
+            "Model": "",
+            "ForMaskedLM": LM_HEAD,
+            "ForSequenceClassification": "transform classifier.dense \n classifier classifier.out_proj",
+            "ForTokenClassification": "classifier classifier",
+            "ForQuestionAnswering": "ends qa_outputs",
+        },
+        prefix=prefix,
+        computed=NUMBERS,
+        reported=("pooler",),
+        copies={
+            "lm_head.decoder.weight": (f"{prefix}embeddings.word_embeddings.weight",),
+            "lm_head.decoder.bias": ("lm_head.bias",),
+        },
+    )
+
+
 def roberta(model_type: str, title: str, start: str) -> Family:
     """A RoBERTa family; its positions start after the id of the padding token."""
     return Family(
         model_type,
         title,
         TextConfig,
-        architectures(
-            start,
-            BASE,
-            {
-                "Model": "",
-                "ForMaskedLM": LM_HEAD,
-                "ForSequenceClassification": "transform classifier.dense \n classifier classifier.out_proj",
-                "ForTokenClassification": "classifier classifier",
-                "ForQuestionAnswering": "ends qa_outputs",
-            },
-            prefix="roberta.",
-            computed=NUMBERS,
-            reported=("pooler",),
-            copies={
-                "lm_head.decoder.weight": ("roberta.embeddings.word_embeddings.weight",),
-                "lm_head.decoder.bias": ("lm_head.bias",),
-            },
-        ),
+        roberta_architectures(start, BASE, "roberta."),
         (
             *SIZES,
             activation("activation", "hidden_act", "gelu"),
