@@ -1,8 +1,8 @@
 // The additive score, weight · tanh(q + k), and its gradients on tiles.
 //
-// tanh(q + k) = 1 - 2r with r = 1 / (1 + e^2q e^2k), and both exponentials belong to one vector each: they are taken
-// once while packing, and what is left per element of the tile is a multiply-add and a reciprocal. Two more steps:
-// dividing e^2q and the 1 by the weight gives weight * r for nothing, and two such terms share one reciprocal,
+// tanh(q + k) = 1 - 2r with r = 1 / (1 + e^2q e^2k). Each exponential depends on one vector only: both are computed
+// once while packing, which leaves a multiply-add and a reciprocal per element of the tile. Two more steps:
+// dividing e^2q and the 1 by the weight gives weight * r at no cost, and two such terms share one reciprocal,
 // 1/x + 1/y = (x + y) / (x y). Each has its range, which `AdditiveWeight::mode` checks against the data; out of it, tanh is
 // computed directly; and also where all arguments are small, by a polynomial, since 1 - 2r has no more digits than 1.
 #pragma once
@@ -72,7 +72,7 @@ template <> struct AdditiveLimits<double> {
   static constexpr double exponent = 700, smallest_weight = 0x1p-56;
 };
 
-// The smallest and the greatest number of what was included, zero among it, and whether all of it is finite.
+// The smallest and the largest of the included numbers and zero, and whether all are finite.
 template <class T> struct AdditiveRange {
   T least = 0, greatest = 0;
   bool finite = true;
@@ -97,7 +97,7 @@ template <class T> struct AdditiveRange {
   }
 };
 
-// The weight vector of one head, in the forms in which the tiles want it: three rows of `storage`, of D numbers each.
+// The weight vector of one head in the forms that tiles read: three rows of `storage`, of D numbers each.
 template <class T> struct AdditiveWeight {
   int64_t depth;
   T largest, smallest;  // of |weight|, the smallest relative to the largest

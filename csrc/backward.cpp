@@ -3,7 +3,7 @@
 // Key tiles are the outer loop and blocks of query rows the inner one. For each pair of them, with S and G two buffers:
 //   S = weights (after dropout), G = gradient of the scores;   dV += S' dO, and for products dK += G' Q, dQ += G K.
 // A thread owns a run of (batch, key/value head, key tile). Where the tiles of one head go to several threads, each adds
-// into a dQ of its own, and these are added up in the order of the threads: same thread count, same bits.
+// into a private dQ, and these are summed in thread order: the same number of threads gives the same bits.
 #include "head_rows.h"
 
 namespace regard::REGARD_ISA {
@@ -79,7 +79,7 @@ template <class T, class Score> struct Backward {
 
   int run() {
     if (const int status = score.prepare(p)) return status;
-    // Heads that add into the same numbers of d_bias take turns: within one turn a key tile has one thread.
+    // Heads that add to the same numbers of d_bias run in successive rounds: in a round, a key tile has one thread.
     const int64_t heads = p.B * p.G;
     int64_t turn = heads;
     if (gradient.d_bias.data && gradient.d_bias.stride[0] == 0) turn = p.G;
@@ -170,7 +170,7 @@ template <class T, class Score> struct Backward {
     }
   }
 
-  // What is fetched while a head is computed: what the next one needs, and where its own gradients go.
+  // Prefetched while a head is computed: the inputs of the next head, and the gradients that this one writes.
   void prefetch_head(Prefetcher& prefetcher, int64_t b, int64_t h, int64_t own_tiles) const {
     const int64_t next = b * p.H + h + 1, b1 = next / p.H, h1 = next % p.H;
     prefetcher.reset(3 * own_tiles * HeadRows<T, A>::strips_of(p));
@@ -375,7 +375,7 @@ template <class T, class Score> struct Backward {
     }
   }
 
-  // Heads whose tiles were split among threads: the first part takes up the others, in the order of the threads.
+  // Heads whose tiles were split across threads: add the other parts to the first one, in thread order.
   void add_parts(int64_t first_head, int64_t last_head, const double* total, int64_t units) {
     for (int64_t head = 0; head < last_head - first_head; ++head) {
       T* sum = nullptr;

@@ -112,7 +112,7 @@ template <class T> struct RowGradients {
         fresh_bias(!p.intervals.start && !p.tiles.pointer && (gradient.d_bias.stride[0] || p.B == 1) &&
                    (gradient.d_bias.stride[1] || p.H == 1) && (gradient.d_bias.stride[2] || p.Q == 1)) {}
 
-  // Before anything is added to it.
+  // Initialise it, before anything is added.
   void clear_bias() const {
     const regard_tensor& t = gradient.d_bias;
     if (!t.data || fresh_bias) return;
@@ -148,7 +148,7 @@ template <class T> struct RowGradients {
     });
   }
 
-  // Hands the gradients of a row's logits to the biases, then takes them through the cap.
+  // Adds the gradients of a row's logits to those of the biases, then multiplies them by the slope of the cap.
   void add(const Row<T>& row, int64_t j0, T* d, int64_t lo, int64_t hi, const T* slope, T* diagonal, T* table) const {
     if (diagonal) {
       T* to = diagonal + (p.Q - 1 - row.i) + j0;

@@ -1,7 +1,7 @@
-// Few queries on many keys, as in generation: keys and values are read once, where they lie, at the speed of memory.
+// Few queries on many keys, as in generation: keys and values are read once, in place, at memory bandwidth.
 //
 // The keys are cut into pieces of a fixed size that does not depend on the number of threads. A piece gives every query row a peak, a
-// sum and unnormalised values; the pieces of a row are then put together, always in the same order.
+// sum and unnormalised values; the pieces of a row are then merged, always in the same order.
 #include "dot.h"
 #include "softmax.h"
 #include "schedule.h"
@@ -10,10 +10,10 @@ namespace regard::REGARD_ISA {
 namespace {
 
 constexpr int64_t largest_piece = 512, longest_piece = 1024;
-constexpr int64_t least_pieces = 32;  // that many threads have work
+constexpr int64_t least_pieces = 32;  // so many threads have work
 
 // Keys in a piece: for the second row on, they and their values come from the second-level cache. A single row reads them
-// once, and the longer the pieces are, the less often it turns from keys to values.
+// once; longer pieces alternate less often between keys and values.
 template <class T> int64_t piece_of(const regard_dot& p) {
   if (p.H / p.G * p.Q == 1)
     return greatest<int64_t>(256, least(longest_piece, p.B * p.G * p.K / least_pieces / 64 * 64));
@@ -21,7 +21,7 @@ template <class T> int64_t piece_of(const regard_dot& p) {
   return greatest<int64_t>(64, least(largest_piece, (int64_t(128) << 10) / bytes / 64 * 64));
 }
 
-// Asks for a row some kilobytes ahead: rows of few bytes are used up before the processor's own prefetching is far enough.
+// Prefetch a row some kilobytes ahead: rows of few bytes are consumed faster than the hardware prefetcher runs ahead.
 template <class S> REGARD_INLINE void prefetch_ahead(const S* row, int64_t stride, int64_t columns) {
   constexpr int64_t bytes = 4096;
   const int64_t rows = greatest<int64_t>(1, bytes / greatest<int64_t>(1, columns * int64_t(sizeof(S))));
@@ -30,8 +30,8 @@ template <class S> REGARD_INLINE void prefetch_ahead(const S* row, int64_t strid
     __builtin_prefetch((const void*)(ahead + uintptr_t(at)), 0, 3);
 }
 
-// s[c] = q . key (first + c) for c < count, in whole vectors: what lies past the end repeats the last key. Key after key: the
-// processor fetches ahead what is read in the order of memory, and not what is read of sixteen rows by turns.
+// s[c] = q . key (first + c) for c < count, in whole vectors: entries past the end repeat the last key. One key after another:
+// the hardware prefetches rows that are read in memory order, but not sixteen rows that are read alternately.
 template <class T, class S>
 void score_keys(const T* q, const Matrix& k, int64_t first, int64_t count, T* s) {
   constexpr int L = lanes<T>;
@@ -173,7 +173,7 @@ template <class T> struct Decode {
                     const T* query, T* s, T* out) const {
     constexpr int L = lanes<T>;
 
-    // Whole vectors from the first visible key's on; what is not visible is hidden before it is used.
+    // Whole vectors from that of the first visible key on; other keys are masked before use.
     NonFiniteCheck<T> watch;
     const int64_t lo = (first - j0) / L * L, hi = round_up(last - j0, L);
     score_keys<T, S>(query, k, j0 + lo, least(hi, p.K - j0) - lo, s + lo);

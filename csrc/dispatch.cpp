@@ -70,11 +70,11 @@ bool cpu_has(const char* isa) {
   return !strcmp(isa, "baseline") || !strcmp(isa, "neon");
 }
 
-// REGARD_ISA in the environment asks for a lower one than the CPU has; one that it lacks is not taken.
+// REGARD_ISA in the environment selects a narrower instruction set; one that the CPU does not support is ignored.
 const Kernels& choose() {
-  const char* wanted = getenv("REGARD_ISA");
+  const char* requested = getenv("REGARD_ISA");
   for (const Kernels* k : compiled)
-    if (wanted && !strcmp(wanted, k->name) && cpu_has(k->name)) return *k;
+    if (requested && !strcmp(requested, k->name) && cpu_has(k->name)) return *k;
   for (const Kernels* k : compiled)
     if (cpu_has(k->name)) return *k;
   return *compiled[compiled_count - 1];
@@ -88,7 +88,7 @@ int check_presence(const regard_tensor& t) {
   return !t.present && t.data ? REGARD_BAD_ARGUMENT : REGARD_OK;
 }
 
-// The first complaint about any of these tensors, none of which is empty.
+// The first error of these tensors, none of which is empty.
 template <class... Tensors>
 int check_presence(const regard_tensor& first, const Tensors&... others) {
   const int status = check_presence(first);
@@ -109,7 +109,7 @@ int check_mask(const regard_dot& p) {
   return check_presence(tiles, p.tiles.pointer);
 }
 
-// What is empty need not have memory.
+// Empty tensors may have no memory.
 int check_inputs(const regard_dot& p) {
   if (!p.B || !p.H || !p.Q) return REGARD_OK;
   int status = check_presence(p.row_table);
@@ -123,7 +123,7 @@ int check_inputs(const regard_dot& p) {
   return status;
 }
 
-// Keys and values of another dtype, and the scales of such of eight bits. `mixed`: whether the kernel reads them.
+// The dtype of keys and values, and their scales if they are int8. `mixed`: whether the kernel reads other dtypes than p.dtype.
 int check_kv_dtype(const regard_dot& p, bool mixed) {
   const bool scaled = p.kv_dtype == REGARD_INT8;
   if (p.k_scale.present != scaled || p.v_scale.present != scaled) return REGARD_BAD_ARGUMENT;
@@ -132,7 +132,7 @@ int check_kv_dtype(const regard_dot& p, bool mixed) {
   return scaled && p.B && p.G && p.K ? check_presence(p.k_scale, p.v_scale) : REGARD_OK;
 }
 
-// Sizes whose products could not be addressed are refused here, so that the kernels need not check them again.
+// Reject sizes whose products overflow, so that kernels need not check them again.
 int check(const regard_dot& p, bool mixed = false) {
   const int64_t sizes[] = {p.B, p.H, p.G, p.Q, p.K, p.D, p.E};
   for (int64_t n : sizes)
@@ -157,7 +157,7 @@ int check(const regard_dot& p, bool mixed = false) {
   if (p.bias.data && p.bias_dtype == REGARD_FLOAT64 && p.dtype != REGARD_FLOAT64) return REGARD_BAD_ARGUMENT;
   if (!(p.temperature > 0) || !(p.softcap >= 0)) return REGARD_BAD_ARGUMENT;
   if (p.weight.data && (p.scale != 1 || p.softcap != 0)) return REGARD_BAD_ARGUMENT;
-  // Heads of a group stand side by side in a strip of rows, so that they have one weight.
+  // The heads of a group share strips of rows, so they must share the weight.
   if (p.weight.data && p.weight.stride[1] != 0 && p.H != p.G) return REGARD_BAD_ARGUMENT;
   return REGARD_OK;
 }
@@ -190,7 +190,7 @@ int check(const regard_recurrence& x) {
   return check_presence(x.decay, x.beta, x.state);
 }
 
-// Whether start[n] .. stop[n], or single keys where stop is null, are runs of some of `keys` keys, ascending and apart.
+// Whether start[n] .. stop[n], or single keys if stop is null, are ascending ranges of `keys` keys without overlap.
 bool are_key_ranges(const int64_t* start, const int64_t* stop, int64_t count, int64_t keys) {
   if (count < 0 || (count > 0 && !start)) return false;
   int64_t last = 0;
@@ -202,16 +202,16 @@ bool are_key_ranges(const int64_t* start, const int64_t* stop, int64_t count, in
   return true;
 }
 
-// An axis of one has any stride, and to step over it, though never read there, may overflow.
+// Replace the stride of axes of size one, which is arbitrary: address arithmetic with it could overflow.
 void normalize_strides(regard_tensor& t, int64_t batch, int64_t heads, int64_t rows, int64_t columns) {
   const int64_t sizes[] = {batch, heads, rows, columns};
   for (int axis = 0; axis < 4; ++axis)
     if (sizes[axis] == 1) t.stride[axis] = axis == 3;
 }
 
-constexpr int32_t most_threads = 1024;  // OpenMP ends the process where it cannot start as many as it is asked for
+constexpr int32_t most_threads = 1024;  // OpenMP ends the process if it cannot start the requested number
 
-// Waking a thread takes longer than a million multiply-adds: small problems are not worth it.
+// Waking a thread takes longer than a million multiply-adds, so small problems use fewer threads.
 regard_dot normalized(const regard_dot& p) {
   regard_dot copy = p;
   copy.threads = p.threads < most_threads ? p.threads : most_threads;

@@ -1,4 +1,4 @@
-// Attention, forward: strips of MR query rows, each scores -> softmax -> times values while it is hot.
+// Attention, forward: for each strip of MR query rows, scores -> softmax -> times values, while it is in the cache.
 #include "strips.h"
 
 namespace regard::REGARD_ISA {
@@ -55,7 +55,7 @@ template <class T, class Score> struct Forward : Strips<T, Forward<T, Score>, Sc
 
     T* out = workspace.out + s * MR * Ep;
     const VisibleColumns seen = visible_columns(w.spans[s], j0, lo, hi);
-    // Whole operands: a hidden key weighs nothing.
+    // Whole operands: the weight of a masked key is 0.
     const int64_t first = seen.lo / terms<Operand>, count = operands<Operand>(seen.hi) - first;
     if constexpr (terms<Operand> > 1)
       for (int r = 0; r < m; ++r) round_to_pairs(w.scores + r * chunk, lo, hi);

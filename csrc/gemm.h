@@ -1,8 +1,8 @@
-// The register micro-kernel: a few rows times packed panels, everything else is a loop around it.
+// The register micro-kernel: a few rows times packed panels. Everything else is a loop around it.
 //
 // A panel is NR = two vectors of columns, stored row after row: panel[k][NR]. A block of M <= MR rows of C times one
 // panel is held in registers: 6 x 16 for AVX2 (12 accumulators, two vectors of B, one broadcast of A), 12 x 32 for
-// AVX-512. Alone it runs at the peak of the multiply-add units.
+// AVX-512. By itself it runs at the peak of the multiply-add units.
 #pragma once
 #include "operands.h"
 
@@ -11,10 +11,10 @@ namespace regard::REGARD_ISA {
 template <class T> constexpr int NR = 2 * lanes<T>;
 constexpr int MR = vector_registers == 32 ? 12 : 6;
 
-// What becomes of the numbers that are in C already.
+// What happens to the numbers that C already holds.
 enum class Into { overwrite, scale, add, rescale };
 
-// What a row of the block becomes: C[r][...] = (0 | C | alpha[r] * C) + sum, or alpha[0] * sum; W vectors of it.
+// The result of a row of the block: C[r][...] = (0 | C | alpha[r] * C) + sum, or alpha[0] * sum; W vectors of it.
 template <class T, int W, Into into>
 REGARD_INLINE void meet(T* __restrict c, Vec<T>* sum, const T* __restrict alpha, int r) {
   REGARD_UNROLL
@@ -115,7 +115,7 @@ REGARD_INLINE void multiply(int rows, int64_t panels, int64_t depth, const A* a,
   });
 }
 
-// Columns of C that are wanted: those of `count` panels, but for the first half of the first or the last half of the last.
+// The columns of C to compute: those of `count` panels, perhaps without the first half of the first or the last half of the last.
 struct Panels {
   int64_t count;
   bool late, early;
@@ -130,7 +130,7 @@ __attribute__((noinline)) void multiply_half(int64_t depth, const A* a, const A*
   for (int r = 0; r < M; ++r) store(c + r * c_row + other, Vec<T>{});
 }
 
-// The same for packed panels of which some halves may not be wanted.
+// The same for packed panels of which some halves may be left out.
 template <class T, int ARow, int AStep, Into into = Into::overwrite, class A>
 REGARD_INLINE void multiply_wanted(int rows, Panels panels, int64_t depth, const A* a, const A* b, int64_t b_panel,
                                    T* c, int64_t c_row, int64_t a_row = 0, const T* alpha = nullptr) {

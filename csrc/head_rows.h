@@ -4,7 +4,7 @@
 
 namespace regard::REGARD_ISA {
 
-// Everything about one query head that all its key tiles read.
+// The data of one query head that all its key tiles read.
 template <class T, class A> struct HeadRows {
   int64_t Q, D, E, pitch;        // pitch: operands of all rows
   int64_t cut, per_cut, strips;  // strips begin anew at every row tile of a tile table
@@ -94,7 +94,7 @@ template <class T, class A> struct HeadRows {
     if (g.d_lse.data) sum -= *real_row<T>(g.d_lse, row.b, row.h, i);
     if (g.delta.data) *const_cast<T*>(real_row<T>(g.delta, row.b, row.h, i)) = sum;
     const double x = double(*real_row<T>(g.lse, row.b, row.h, i)) * log2_e, above = double(infinity);
-    // A row that saw nothing has weights 2^(logit - infinity) = 0.
+    // A row without visible keys has weights 2^(logit - infinity) = 0.
     lse[i] = LogSum<T>(x == -above ? above : x == above ? __builtin_nan("") : x);
     delta[i] = x == -above ? T(0) : sum;
   }

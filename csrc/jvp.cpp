@@ -8,7 +8,7 @@
 namespace regard::REGARD_ISA {
 namespace {
 
-// The problem with tangents in the places of their tensors; a width of 0 where there are none.
+// The problem with tangents in place of the tensors; a width of 0 where there are none.
 inline regard_dot tangent_problem(regard_dot p, const regard_dot_tangent& t) {
   p.q = t.d_q, p.k = t.d_k, p.v = t.d_v;
   p.diagonal = t.d_diagonal, p.row_table = t.d_row_table, p.bias = t.d_bias;
@@ -36,7 +36,7 @@ template <class T> struct Jvp : Strips<T, Jvp<T>> {
       : Base(p), tangent(tangent), result(result), d(tangent_problem(p, tangent)),
         of_biases(d.diagonal.data || d.row_table.data || d.bias.data), of_logits(of_biases || d.q.data || d.k.data),
         of_values(d.v.data), Ep(round_up(p.E, NR<T>)), table(result.out_table.data ? 2 * p.radius + 1 : 0) {
-    this->direct = false;  // packed queries meet two sets of keys
+    this->direct = false;  // packed queries are multiplied by two sets of keys
     at.keys = PackedKeys<T>::place(d, layout);
     at.queries = layout.add(strips, d.q.data ? strip_size<T>(p.D) : 0, sizeof(T));
     at.scores = layout.add(MR, of_logits ? chunk : 0, sizeof(T));
@@ -95,7 +95,7 @@ template <class T> struct Jvp : Strips<T, Jvp<T>> {
     __builtin_memset(workspace.d_table + s * MR * table, 0, size_t(MR * table) * sizeof(T));
   }
 
-  // What a strip needs once it is known to see anything.
+  // Prepare a strip once one of its rows is known to see a key.
   void prepare(Workspace& workspace, const ThreadState<T>& w, int64_t s, int m) const {
     const Row<T>* rows = w.rows + s * MR;
     const int64_t head = rows[0].b * p.G + rows[0].h / (p.H / p.G);

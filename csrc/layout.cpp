@@ -1,7 +1,7 @@
-// The description of the structures in regard.h by which callers pack them.
+// A description of the structures in regard.h, from which callers build their packing.
 //
-// Only names are repeated here; types, offsets and sizes are the compiler's. A table that lacks a field, or has its fields
-// in another order than the structure, does not compile.
+// Only names are repeated here; the compiler adds types, offsets and sizes. A table that lacks a field, or lists fields in
+// another order than the structure, does not compile.
 #include <stddef.h>
 #include <stdio.h>
 

@@ -2,7 +2,7 @@
 //
 //   out_i = sum over j <= i of (q_i . k_j) v_j / norm_i,    norm_i = q_i . (sum over j <= i of k_j)
 //
-// of features q and k, which are made while packing.
+// of features q and k, which are computed while packing.
 // Within a chunk the products q.k are formed and the upper triangle is dropped; everything before the chunk is in the
 // state S = sum of k v^T and z = sum of k. A head that is too long for one thread is cut into segments: a first pass adds
 // up the states of parts of them, and every segment starts from the sum of the parts before it.
@@ -17,8 +17,7 @@ namespace regard::REGARD_ISA {
 
 constexpr int chunk_rows = 32;  // a multiple of NR on every instruction set
 
-// elu(x) + 1, with all digits near 0, where 1 - 1 + e^x would have none. Below -80 it is exactly 0: so is a key that is
-// no key.
+// elu(x) + 1, with all digits near 0, where 1 - 1 + e^x would have none. Below -80 it is exactly 0.
 template <class T> REGARD_INLINE Vec<T> elu_feature(Vec<T> x) {
   const Vec<T> zero{}, power = exp(min(zero, max(broadcast(T(-87)), x)));
   return select(x < T(-80), zero, power + max(zero, x));
@@ -88,7 +87,7 @@ template <class T> void accumulate(T* x, const T* y, int64_t n) {
   for (int64_t i = 0; i < n; ++i) x[i] += y[i];
 }
 
-// How the rows of all heads are shared out. A segment is walked by one thread; it consists of `segments` parts, whose
+// How the rows of all heads are distributed. A segment is processed by one thread; it consists of `segments` parts, whose
 // states are added up in the first pass.
 struct LinearSplit {
   int64_t heads, chunks, segments = 1;
@@ -121,7 +120,7 @@ REGARD_INLINE void multiply_visible(int count, int64_t i, int64_t depth, const T
 // The share of `thread` of n equal pieces of work.
 REGARD_INLINE int64_t share(int64_t n, int thread, int threads) { return n * thread / threads; }
 
-// One call, and what forward and backward have in common. State and gradients have whole panels of columns.
+// One call: what forward and backward share. State and gradients have whole panels of columns.
 template <class T> struct LinearProblem {
   const regard_linear& x;
   const LinearSplit split;

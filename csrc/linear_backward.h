@@ -123,7 +123,7 @@ template <class T> struct LinearBackward : LinearProblem<T> {
     });
   }
 
-  // Adds what the queries of one head in this chunk give to the gradients of its keys and values, and to the state.
+  // Adds the contribution of the queries of one head in this chunk to the gradients of keys and values, and to the state.
   void key_gradients(int64_t b, int64_t h, int64_t row, int64_t rows, const Scratch& s) const {
     const int64_t next = row - chunk_rows;
     const Matrix q = this->queries(b, h), out = outputs(b, h), d_out = d_outputs(b, h);

@@ -1,4 +1,4 @@
-// One query row: what it may see, and what becomes of its scores before the softmax.
+// One query row: which keys it may see, and how its scores become logits.
 #pragma once
 #include "pack.h"
 

@@ -1,4 +1,4 @@
-// What the kernels use of the runtime, as types. Inline code, and so inside the namespace of the instruction set.
+// The runtime as types for the kernels: inline code, so it is inside the namespace of the instruction set.
 #pragma once
 #include "runtime.h"
 #include "simd.h"

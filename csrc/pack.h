@@ -1,4 +1,4 @@
-// Bringing rows of any dtype and any strides into the two forms that the micro-kernel reads.
+// Pack rows of any dtype and strides into the forms that the micro-kernel reads.
 //
 //   strips   strip[column][MR]: MR rows side by side, the left operand of a product over columns
 //   panels   panel[row][NR]: NR columns of many rows, the right operand of a product over rows
@@ -53,9 +53,9 @@ template <class T, class F> REGARD_INLINE void with_key_storage(int32_t dtype, F
   with_storage<T>(dtype, f);
 }
 
-// Asks for rows that are needed soon: while something else is computed, the processor does not guess which are next. They
-// come into the second-level cache: the first one has room for few requests, and the work at hand would wait for them.
-// Nothing comes of addresses past the end. (Not inlined, calls that do nothing else would be left out by the compiler.)
+// Prefetch rows that are needed soon, which the hardware cannot predict while it computes something else. They go into the
+// second-level cache: the first level has room for few requests, and the current work would wait for them. Addresses past
+// the end have no effect. (If it were not inlined, the compiler would remove calls that do nothing else.)
 REGARD_INLINE void fetch_rows(const void* first, int64_t row_bytes, int64_t rows, int64_t bytes) {
   for (int64_t r = 0; r < rows; ++r)
     for (int64_t at = 0; at < bytes; at += 64)
@@ -66,7 +66,7 @@ REGARD_INLINE void fetch_rows(const Matrix& x, int64_t row, int64_t rows) {
   if (x.data && x.column_stride == 1) fetch_rows(row_of(x, row), x.row_stride * size, rows, x.columns * size);
 }
 
-// What will be needed, asked for a little at a time between the products of a head: as one burst it would be in their way.
+// Prefetches in small portions between the products of a head: one burst would delay them.
 struct Prefetcher {
   static constexpr int64_t most_bytes = 256 << 10;  // more would drive out what is in use
   Matrix parts[8];

@@ -1,8 +1,8 @@
 // x W' + b with a packed weight: the projections around attention, for inference.
 //
 // A thread has a run of panels of the weight, or of rows of x where there are many; blocks of rows of x stay in the
-// second-level cache while the panels pass by. Weights of other formats than float32 become float32 in registers where
-// they meet one strip of rows, and in the cache, a panel at a time, where they meet several.
+// second-level cache while the panels are read. Weights in other formats are converted to float32 in registers if there is
+// one strip of rows, and panel by panel in the cache if there are several.
 #include "packed_linear.h"
 
 #include "activation.h"
@@ -34,7 +34,7 @@ REGARD_INLINE void multiply_panel(int64_t depth, const float* a, int64_t a_row, 
   constexpr int phases = M <= 2 ? 4 : M <= 4 ? 2 : 1;  // with few rows, several sums keep the multiply-add units busy
   static_assert(longest_sum % Reader::span == 0);
   Reader reader(panel.data, panel.factor);
-  // Sums begin anew every so often, and are added up in memory: long ones lose digits.
+  // Sums are split into parts that are added in memory, because long sums lose digits.
   for (int64_t k0 = 0; k0 == 0 || k0 < depth; k0 += longest_sum) {
     VecF sums[phases][M][2];
     REGARD_UNROLL
@@ -149,7 +149,7 @@ template <class Reader> struct PackedLinear {
       });
       return REGARD_OK;
     }
-    // As equal strips as there can be: 8 rows are 4 and 4, not 6 and 2.
+    // Strips of nearly equal size: 8 rows are 4 and 4, not 6 and 2.
     const int64_t strips = (last - first + MR - 1) / MR, rows = (last - first + strips - 1) / strips;
     const int64_t size = strip_size<float>(p.K);
     const int64_t block = greatest<int64_t>(1, least(strips, block_bytes / (size * int64_t(sizeof(float)))));

@@ -70,7 +70,7 @@ template <class T, class Job, class F> int with_scratch(const Job& job, F&& body
   return REGARD_OK;
 }
 
-// One call, and what forward and backward have in common.
+// One call: what forward and backward share.
 template <class T> struct Recurrence {
   const regard_recurrence& x;
   const int64_t M, wide_m;

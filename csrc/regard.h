@@ -21,7 +21,7 @@ extern "C" {
 enum { REGARD_INTERFACE = 12 };
 
 enum { REGARD_FLOAT32 = 0, REGARD_FLOAT64 = 1, REGARD_BFLOAT16 = 2, REGARD_FLOAT16 = 3 };
-// Of keys and values alone: numbers of eight bits, times a scale for each key of a head.
+// Only for keys and values: 8-bit integers, times a scale for each key of a head.
 enum { REGARD_INT8 = 4 };
 
 enum {
@@ -32,8 +32,8 @@ enum {
   REGARD_NO_DATA = -4,  // a tensor is present, but has no memory
 };
 
-// Whether a tensor is there is said by a flag, never by its pointer: a tensor that is present, has elements and a null
-// pointer is an error (REGARD_NO_DATA), and so is one that is absent and has a pointer. The exported functions check
+// A flag, never the pointer, decides whether a tensor is present. A present tensor with elements and a null pointer is an
+// error (REGARD_NO_DATA), and so is an absent tensor with a pointer. The exported functions check
 // this, so that inside the kernels data is null exactly where the tensor is absent or empty.
 typedef struct {
   void* data;
@@ -136,7 +136,7 @@ typedef struct {
 // Of every row of the weights, before dropout. The problem has no values: E is 0 and v absent; offset is needed.
 typedef struct {
   regard_tensor lse, entropy, max_logit, distance;  // Real (B, H, Q): entropy in nats, with the sink's; mean of |p - j|
-  int64_t top;                                      // how many of the largest weights are wanted
+  int64_t top;                                      // how many of the largest weights to return
   int64_t* top_keys;                                // (B, H, Q, top), largest weight first, -1 where there are no more
   void* top_weights;                                // Real, of the same shape
   regard_tensor mass;                         // Real (B, H, Q), may be absent: the sum of the weights of chosen keys,
@@ -304,9 +304,9 @@ typedef struct {
 REGARD_EXPORT int regard_interface(void);
 // The structures and numbers of this file as text, one to a line: "structure NAME SIZE", then for each of its fields
 // "field NAME TYPE COUNT OFFSET SIZE" (TYPE as in Python's struct module, or the name of a structure; COUNT elements),
-// and "number NAME VALUE". Callers pack by this description, so that the layout is written here alone.
+// and "number NAME VALUE". Callers build their packing from this description, so the layout is defined here only.
 REGARD_EXPORT const char* regard_layout(void);
-// A hint that all of this memory is about to be written: large pages, where the system has them, are cheaper to begin.
+// A hint that all of this memory will be written soon: use large pages where the system has them.
 REGARD_EXPORT void regard_prefer_large_pages(void* memory, int64_t bytes);
 // The instruction set in use, and all that were compiled, separated by spaces, widest first.
 REGARD_EXPORT const char* regard_isa(void);

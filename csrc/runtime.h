@@ -13,7 +13,7 @@ int run_parallel(int threads, int (*body)(void* context, int thread, int threads
 // Memory of the calling thread, aligned to a cache line, valid until its next call; null when there is none left. It is
 // kept between calls, since fresh pages cost more than a small problem does.
 void* thread_scratch(size_t bytes);
-// Gives the memory back if it is large. Called at the end of a body.
+// Releases the memory if it is large. Called at the end of a body.
 void trim_thread_scratch();
 
 void* allocate(size_t bytes);

@@ -140,7 +140,7 @@ template <class T, class F> void for_each_interval_step(int64_t lo, int64_t hi, 
   for (int64_t j = lo; j < hi; j += size) f(Step{j, least(hi, j + size), nullptr});
 }
 
-// Where piece number `piece` of `pieces` of equal cost begins in a sequence of units whose costs add up to total[units].
+// The first unit of piece `piece` of `pieces` of equal cost, in a sequence of units whose costs add up to total[units].
 inline int64_t share(const double* total, int64_t units, int64_t piece, int64_t pieces) {
   const double goal = total[units] * double(piece) / double(pieces);
   int64_t lo = 0, hi = units;

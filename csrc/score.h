@@ -1,5 +1,5 @@
-// The scores that the tile walk can compute: what is done to packed queries and keys, and how a strip of the one meets
-// panels of the other.
+// The scores that the kernels compute: how queries and keys are packed, and how a strip of queries is combined with panels
+// of keys.
 #pragma once
 #include "additive.h"
 #include "logits.h"

@@ -154,7 +154,7 @@ template <class T, int Step> REGARD_INLINE void transpose_stage(Vec<T>* rows) {
     transpose_stage<T, Step / 2>(rows);
   }
 }
-// What is left of a transposition if of its rows only all of them combined are wanted.
+// A transposition that only keeps the combination of all rows.
 template <class T, int Step, class F> REGARD_INLINE Vec<T> reduce_stage(Vec<T>* rows, F combine) {
   if constexpr (Step == 0) {
     return rows[0];

@@ -6,7 +6,7 @@
 
 namespace regard::REGARD_ISA {
 
-// Replaces the peak of a row that has seen nothing: its logits minus this are still -infinity, and no NaN. No logit
+// Replaces the peak of a row without visible keys so far: its logits minus this are still -infinity, and no NaN. No logit
 // is lower, however far down a row lies.
 template <class T> constexpr T no_peak = std::numeric_limits<T>::lowest();
 
@@ -70,7 +70,7 @@ __attribute__((noinline)) void softmax_strip(T* s, int64_t lo, int64_t hi, T* pe
   REGARD_UNROLL
   for (int r = 0; r < MR; ++r) {
     sums[r] *= alpha[r];
-    // Each row decides for itself: rows that are not in use hold anything, and must not change the digits of others.
+    // Each row decides separately: unused rows have arbitrary contents, which must not change the digits of others.
     if (!(zero[r] >= -far_peak<T> && zero[r] <= far_peak<T>)) {
       exp2_and_sum_any_peak<T>(s + r * stride, lo, hi, peak[r], sums[r]);
       continue;
@@ -81,8 +81,8 @@ __attribute__((noinline)) void softmax_strip(T* s, int64_t lo, int64_t hi, T* pe
   }
 }
 
-// The same for m rows of tame logits, without a look for the largest: the peak is an integer that none of them passes. Says
-// whether that was right, because no row lies far below it; else s is spoiled, and nothing else has changed.
+// The same for m rows of tame logits, without searching for the largest: the peak is an integer that none of them exceeds.
+// Returns whether no row lies far below it; if one does, s is overwritten and nothing else has changed.
 template <class T, int stride>
 __attribute__((noinline)) bool softmax_below(T bound, T* s, int64_t lo, int64_t hi, int m, bool hidden, T* peak,
                                              Vec<T>* sums, T* alpha) {

@@ -12,7 +12,7 @@ template <class T> struct Sums {
   T zero, peak;
 };
 
-// How far a logit may exceed the zero before the zero moves: far enough that it rarely does, and no sum loses digits.
+// How far a logit may exceed the zero before the zero is moved: far enough that this is rare and no sum loses digits.
 template <class T> constexpr T rise = 2;
 
 template <class T, class Score> struct Statistics : Strips<T, Statistics<T, Score>, Score> {

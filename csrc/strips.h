@@ -1,12 +1,12 @@
-// The walk that the forward and all looking share: blocks of query rows over steps of keys, strip by strip.
+// The loop that forward and inspection share: blocks of query rows over steps of keys, strip by strip.
 //
-// A strip is MR rows. Its scores for a step are computed, biased and masked; what becomes of them is the visitor's:
+// A strip is MR rows. Its scores for a step are computed, biased and masked, then passed to a visitor:
 //   workspace(memory)                               what it keeps for a block
-//   begin(room, strip)                         nothing seen yet
+//   begin(room, strip)                         before the first step
 //   consume(room, walk, strip, rows, j0, lo, hi)  the logits of columns [lo, hi) of a step that begins at key j0; false if they
 //                                              are to be computed once more
-//   finish(room, walk, strip, rows)            all seen
-// and, if it has something to prepare,
+//   finish(room, walk, strip, rows)            after the last step
+// and optionally
 //   plan(total)                                before the walk; `total` are the costs of the units, summed
 #pragma once
 #include "dot.h"
@@ -18,17 +18,16 @@ namespace regard::REGARD_ISA {
 
 constexpr int64_t chunk = 384;         // keys in one step: their panels stay in the second-level cache for a block
 constexpr int64_t largest_block = 96;  // query rows that share them
-constexpr double few_keys = 1100;      // for a strip: queries that meet fewer are read where they lie, and not packed
-constexpr double few_rows = 600;       // for a key: values that meet fewer likewise
-constexpr int64_t one_set =
-    4096;  // bytes: rows that lie a multiple of it apart drive one another out of the first-level cache
+constexpr double few_keys = 1100;      // keys per strip: with fewer, queries are read in place and not packed
+constexpr double few_rows = 600;       // queries per key: with fewer, values are read in place
+constexpr int64_t one_set = 4096;  // bytes: rows a multiple of it apart evict one another from the first-level cache
 #ifdef REGARD_SANITIZE
-constexpr double many_keys = 0;  // random calls are small, and shall try what large ones do
+constexpr double many_keys = 0;  // so that small random calls take the paths of large ones
 #else
-constexpr double many_keys = 400;  // for a strip: where there are more, measuring queries and keys pays
+constexpr double many_keys = 400;  // keys per strip: with more, measuring queries and keys pays off
 #endif
 
-// What one thread has in hand while it walks. Rows are numbered within the block: strip * MR + r.
+// The working memory of one thread. Rows are numbered within the block: strip * MR + r.
 template <class T, class A = T> struct ThreadState {
   PackedKeys<T, A> keys;
   Matrix k, v;
@@ -36,11 +35,11 @@ template <class T, class A = T> struct ThreadState {
   T* scores;
   Row<T>* rows;
   Span* spans;
-  uint8_t* poisoned;  // a row that has seen a bad key
+  uint8_t* poisoned;  // rows that have seen a key that is not finite
   T* longest;         // of each strip: at least the sum of squares of any query; infinity if it is not known
   Prefetcher prefetcher;
-  bool hidden;            // some of the logits in hand are hidden
-  const uint64_t* words;  // of the rows of the strip in hand, the bits of a tile, or null
+  bool hidden;            // some of the current logits are masked
+  const uint64_t* words;  // the bits of a tile for the rows of the current strip, or null
 
   const uint64_t* word(int r) const { return words ? words + r : nullptr; }
 };
@@ -54,8 +53,8 @@ template <class T, class Visitor, class Score = DotScore<T>> struct Strips {
   Score score;
   const Blocks blocks;
   const int64_t strips;  // in a block
-  bool direct;           // queries are read where they lie
-  bool direct_values;    // and so are values
+  bool direct;           // queries are read in place
+  bool direct_values;    // values are read in place
   bool measures;         // queries and keys are measured: their lengths bound the logits
   Layout layout;         // the visitor adds what it needs
   int64_t bands = 0;     // threads take whole bands, pieces of equal cost; 0: one for each thread
@@ -228,7 +227,7 @@ template <class T, class Visitor, class Score = DotScore<T>> struct Strips {
     } while (!visitor.consume(workspace, w, s, m, j0, lo, hi));
   }
 
-  // Logits become weights, for visitors that want these. False if the logits have to be computed once more.
+  // Logits become weights, for visitors that need them. False if the logits have to be computed once more.
   bool softmax(const State& w, int64_t s, int m, int64_t lo, int64_t hi, T* peak, Vec<T>* sums, T* alpha) const {
     const T square = w.longest[s] * w.keys.longest;
     if (!(square <= max_safe_logit<T> * max_safe_logit<T>)) {

@@ -1,4 +1,4 @@
-// The weights, summed over ranges of keys while they are computed: selected columns, or a pooled map.
+// Weights summed over ranges of keys while they are computed: selected columns, or a pooled map.
 //
 // One pass over the keys: the sums of a row are relative to its largest logit so far, and are divided by their total after
 // the last key. Blocks and bands do not depend on the number of threads, so the bits of the result do not either.
