@@ -143,9 +143,9 @@ def test_a_wide_beam_finds_the_best_sequence(kind: str, penalty: float) -> None:
     for ids, generated in zip(
         source, model.generate(source, max_new_tokens=max_new_tokens, strategy=Beam(27, penalty)), strict=True
     ):
-        logits = model(ids.expand(64, -1), before)
-        logits[..., 0] = -float("inf")  # suppressed tokens have probability 0
-        chosen = logits.log_softmax(-1).gather(-1, every[..., None])[..., 0].cumsum(1)  # (64, 3)
+        chosen = (
+            model(ids.expand(64, -1), before).log_softmax(-1).gather(-1, every[..., None])[..., 0].cumsum(1)
+        )  # (64, 3)
         best = (-float("inf"), [])
         for tokens, sums in zip(every.tolist(), chosen.tolist(), strict=True):
             length = tokens.index(1) + 1 if 1 in tokens else max_new_tokens

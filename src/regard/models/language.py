@@ -25,6 +25,7 @@ from regard.nn import (
     FeedForward,
     GatedFeedForward,
     LayerContext,
+    LogitsProcessor,
     MultiHeadAttention,
     Packed,
     Rotary,
@@ -199,17 +200,21 @@ class LanguageModel(nn.Module):
 
     def generate(
         self, prompts: Tensor | Sequence[Tensor], *, max_new_tokens: int = 64, strategy: Strategy | None = None,
-        stop: int | Sequence[int] = (), cache_dtype: torch.dtype | None = None,
+        stop: int | Sequence[int] = (), processor: LogitsProcessor | None = None,
+        cache_dtype: torch.dtype | None = None,
     ) -> list[Tensor]:  # fmt: skip
         """Generate at most `max_new_tokens` tokens after each prompt, up to a stop token; greedy by default.
 
-        prompts: ids (B, N), or a list of ids of different lengths.
+        prompts: ids (B, N), or a list of ids of different lengths. processor: changes the logits in every step.
         cache_dtype: `torch.bfloat16`, `torch.float16` or `torch.int8` to keep keys and values in fewer bytes, see
             `nn.Cache`.
         """
         with torch.inference_mode():
             state, first = self.start_generation(prompts, cache_dtype=cache_dtype)
-            return generate(state, first, strategy=strategy or Greedy(), max_new_tokens=max_new_tokens, stop=stop)
+            return generate(
+                state, first, strategy=strategy or Greedy(), max_new_tokens=max_new_tokens, stop=stop,
+                processor=processor,
+            )  # fmt: skip
 
     def stream(
         self,
@@ -218,12 +223,15 @@ class LanguageModel(nn.Module):
         max_new_tokens: int = 64,
         strategy: Greedy | Sample | None = None,
         stop: int | Sequence[int] = (),
+        processor: LogitsProcessor | None = None,
         cache_dtype: torch.dtype | None = None,
     ) -> Iterator[int]:
         """Yield the tokens that follow one prompt (n,) as they are generated, up to a stop token, as in `generate`."""
         state, first = self.start_generation([prompt], cache_dtype=cache_dtype)
         stop = stop_tokens(stop)
-        for token in generate_steps(state, first, strategy or Greedy(), max_new_tokens=max_new_tokens, stop=stop):
+        for token in generate_steps(
+            state, first, strategy or Greedy(), max_new_tokens=max_new_tokens, stop=stop, processor=processor
+        ):
             if int(token) in stop:
                 return
             yield int(token)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TypeVar
 
 import torch
@@ -26,6 +26,7 @@ from regard.nn import (
     FeedForward,
     GatedFeedForward,
     LayerContext,
+    LogitsProcessor,
     MultiHeadAttention,
     Packed,
     RelativeBias,
@@ -192,20 +193,30 @@ class Transformer(nn.Module):
         max_new_tokens: int = 64,
         strategy: Strategy | None = None,
         prompt: Sequence[int] | None = None,
+        processor: LogitsProcessor | None = None,
     ) -> list[Tensor]:
         """Generate at most `max_new_tokens` target tokens for each source, without start, prompt and stop.
 
         Greedy by default. Keys and values of a source are computed once and shared by its beams.
         prompt: tokens after the start of every target, such as the language of a translation; `config.prompt` by
             default.
+        processor: changes the logits in every step, in addition to `config.suppress_tokens`.
         """
         with torch.inference_mode():
             state, first = self.start_generation(source, source_mask)
             if prompt is not None:
                 first = self._first_tokens(len(first), prompt, first.device)
             return generate(
-                state, first, strategy=strategy or Greedy(), max_new_tokens=max_new_tokens, stop=(self.config.stop,)
-            )
+                state, first, strategy=strategy or Greedy(), max_new_tokens=max_new_tokens, stop=(self.config.stop,),
+                processor=self.logits_processor(processor), forced=first.shape[1] - 1,
+            )  # fmt: skip
+
+    def logits_processor(self, processor: LogitsProcessor | None = None) -> LogitsProcessor | None:
+        """Return a processor that also keeps `config.suppress_tokens` from being generated."""
+        if not self.config.suppress_tokens:
+            return processor
+        processor, suppressed = processor or LogitsProcessor(), tuple((n,) for n in self.config.suppress_tokens)
+        return replace(processor, bad_words=(*processor.bad_words, *suppressed))
 
     def start_generation(self, source: Inputs, source_mask: Tensor | None = None) -> tuple[GenerationState, Tensor]:
         """Return a state to generate from, and the start and prompt tokens of every source, (B, 1 + prompt)."""
@@ -221,15 +232,13 @@ class Transformer(nn.Module):
         encoded, source_mask = pad_sources(encoded, source_mask)
         to_logits = to_logits or self.logits
         cross_context, cache = LayerContext(key_mask(source_mask, encoded)), self.decoder.cache()
-        suppress_tokens = torch.tensor(self.config.suppress_tokens, dtype=torch.long, device=encoded.device)
 
         def forward(ids: Tensor, context: LayerContext) -> Tensor:
             assert context.positions is not None
             x = self._embed_target(ids, context.positions)
             source = None if cache.holds_source else encoded
             hidden = self.decoder(x, source, context=context, cross_context=cross_context, cache=cache)
-            logits = to_logits(hidden[:, -1])
-            return logits.index_fill_(-1, suppress_tokens, -math.inf) if len(suppress_tokens) else logits
+            return to_logits(hidden[:, -1])
 
         first = self._first_tokens(len(encoded), self.config.prompt, encoded.device)
         return GenerationState(forward, [*cache.self_attention, *cache.cross_attention]), first

@@ -287,6 +287,8 @@ class Whisper(Transformer):
         def suppressed(ids: Tensor, context: LayerContext) -> Tensor:
             history.append(ids)
             logits = forward(ids, context)
+            if config.suppress_tokens:
+                logits = logits.index_fill(-1, torch.tensor(config.suppress_tokens, device=ids.device), -math.inf)
             if len(history) == 1 and config.begin_suppress_tokens:
                 logits = logits.index_fill(-1, torch.tensor(config.begin_suppress_tokens, device=ids.device), -math.inf)
             return (

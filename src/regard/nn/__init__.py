@@ -14,6 +14,7 @@ from regard.nn.graph import GraphAttention
 from regard.nn.head_mixing import DifferentialAttention, OutputGate, TalkingHeadsAttention
 from regard.nn.latent_attention import LatentAttention
 from regard.nn.linear_attention import DeltaNet, GatedDeltaNet, GatedLinearAttention, Mamba2, Retention
+from regard.nn.logits_processor import LogitsProcessor
 from regard.nn.loss import token_loss
 from regard.nn.packing import Packed, pack, unpack
 from regard.nn.pooling import AttentionPooling, First, Last, Max, Mean
@@ -48,6 +49,7 @@ __all__ = [
     "InducedBlock",
     "Last",
     "LatentAttention",
+    "LogitsProcessor",
     "Mamba2",
     "LayerScale",
     "Max",

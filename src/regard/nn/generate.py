@@ -12,6 +12,7 @@ from torch import Tensor
 
 from regard.nn.cache import CrossCache
 from regard.nn.context import LayerContext
+from regard.nn.logits_processor import LogitsProcessor
 from regard.nn.recurrent import LayerCache
 
 
@@ -64,10 +65,11 @@ class Greedy:
 
 @dataclass(frozen=True)
 class Sample:
-    """Sample from the softmax of logits / temperature, limited by `top_k` and `top_p`.
+    """Sample from the softmax of logits / temperature, limited by `top_k`, `top_p` and `min_p`.
 
     top_k: sample from the k most likely tokens. top_p: sample from the smallest set of most likely tokens whose
-    probabilities sum to at least p. seed: makes sampling reproducible; without it torch's global generator is used.
+    probabilities sum to at least p. min_p: sample from the tokens that are at least p times as likely as the most
+    likely one. seed: makes sampling reproducible; without it torch's global generator is used.
 
     >>> import regard as rg, torch
     >>> rg.nn.Sample(top_k=1).chooser()(torch.tensor([[0.1, 0.7, 0.2]]))
@@ -78,6 +80,7 @@ class Sample:
     top_k: int | None = None
     top_p: float | None = None
     seed: int | None = None
+    min_p: float | None = None
 
     def __post_init__(self) -> None:
         if not self.temperature > 0:
@@ -86,6 +89,8 @@ class Sample:
             raise ValueError(f"top_k must be at least 1, got {self.top_k}; omit it to sample from all tokens")
         if self.top_p is not None and not 0 < self.top_p <= 1:
             raise ValueError(f"top_p must be in (0, 1], got {self.top_p}; omit it to sample from all tokens")
+        if self.min_p is not None and not 0 <= self.min_p <= 1:
+            raise ValueError(f"min_p must be in [0, 1], got {self.min_p}; omit it to sample from all tokens")
 
     def chooser(self) -> Callable[[Tensor], Tensor]:
         generator: torch.Generator | None = None
@@ -95,12 +100,14 @@ class Sample:
             if self.seed is not None and generator is None:
                 generator = torch.Generator(logits.device).manual_seed(self.seed)
             logits = logits.float() / self.temperature
-            if self.top_k is None and self.top_p is None:
+            if self.top_k is None and self.top_p is None and not self.min_p:
                 return torch.multinomial(logits.softmax(-1), 1, generator=generator)[:, 0]
             values, tokens = logits.topk(min(self.top_k or logits.shape[-1], logits.shape[-1]), sorted=True)
             shares = values.softmax(-1)
             if self.top_p is not None:
                 shares = shares.masked_fill(shares.cumsum(-1) - shares >= self.top_p, 0.0)
+            if self.min_p:
+                shares = shares.masked_fill(shares < self.min_p * shares[:, :1], 0.0)
             drawn = torch.multinomial(shares, 1, generator=generator)
             return tokens.gather(-1, drawn)[:, 0]
 
@@ -111,17 +118,23 @@ class Sample:
 class Beam:
     """Beam search for the highest sum of log-probabilities divided by length ** length_penalty.
 
+    early_stopping: True ends the search of a row once `width` hypotheses are complete; False also requires that the
+    best running one, at its present length, is not better; "never" that it cannot become better at any length.
+
     >>> import regard as rg
     >>> rg.nn.Beam(width=4)
-    Beam(width=4, length_penalty=1.0)
+    Beam(width=4, length_penalty=1.0, early_stopping=False)
     """
 
     width: int = 4
     length_penalty: float = 1.0
+    early_stopping: bool | str = False
 
     def __post_init__(self) -> None:
         if self.width < 1:
             raise ValueError(f"width must be at least 1, got {self.width}")
+        if self.early_stopping not in (True, False, "never"):
+            raise ValueError(f'early_stopping must be True, False or "never", got {self.early_stopping!r}')
 
 
 Strategy = Greedy | Sample | Beam
@@ -140,14 +153,32 @@ def stop_tokens(stop: int | Sequence[int]) -> tuple[int, ...]:
         raise TypeError(f"stop must be a token id or a list of token ids, got {stop!r}") from None
 
 
+class _Tokens:
+    """All tokens (R, n) of the rows of a state, -1 for padding, as a `LogitsProcessor` reads them."""
+
+    def __init__(self, state: GenerationState, first: Tensor) -> None:
+        padding = getattr(state, "left_padding", None)
+        places = torch.arange(first.shape[1], device=first.device)
+        self.ids = first if padding is None else first.masked_fill(places < padding[:, None], -1)
+
+    def append(self, tokens: Tensor) -> None:
+        self.ids = torch.cat((self.ids, tokens[:, None]), 1)
+
+
 def generate(
-    state: GenerationState, first: Tensor, *, strategy: Strategy, max_new_tokens: int, stop: int | Sequence[int] = ()
-) -> list[Tensor]:
-    """Generate at most `max_new_tokens` tokens after the ids `first` (R, n); the stop token is not included."""
+    state: GenerationState, first: Tensor, *, strategy: Strategy, max_new_tokens: int, stop: int | Sequence[int] = (),
+    processor: LogitsProcessor | None = None, forced: int = 0,
+) -> list[Tensor]:  # fmt: skip
+    """Generate at most `max_new_tokens` tokens after the ids `first` (R, n); the stop token is not included.
+
+    forced: how many of the last tokens of `first` count as generated in the length penalty of a beam search.
+    """
     if isinstance(strategy, Beam):
-        return beam_search(state, first, strategy, max_new_tokens=max_new_tokens, stop=stop)
+        return beam_search(
+            state, first, strategy, max_new_tokens=max_new_tokens, stop=stop, processor=processor, forced=forced
+        )
     stop = stop_tokens(stop)
-    steps = list(generate_steps(state, first, strategy, max_new_tokens=max_new_tokens, stop=stop))
+    steps = list(generate_steps(state, first, strategy, max_new_tokens=max_new_tokens, stop=stop, processor=processor))
     if not steps:
         return [first.new_empty(0) for _ in first]
     rows = torch.stack(steps, 1)  # (R, n)
@@ -163,16 +194,24 @@ def generate_steps(
     *,
     max_new_tokens: int,
     stop: int | Sequence[int] = (),
+    processor: LogitsProcessor | None = None,
 ) -> Iterator[Tensor]:
     """Yield the tokens (R,) of each step, up to and including the step in which the last row reaches a stop token."""
     stop = stop_tokens(stop)
     choose, stops = strategy.chooser(), torch.tensor(stop, device=first.device)
     running = torch.ones(len(first), dtype=torch.bool, device=first.device)
+    tokens = None if processor is None else _Tokens(state, first)
     ids = first
-    for _ in range(max_new_tokens):
+    for n in range(max_new_tokens):
         with torch.inference_mode():
-            token = choose(state.step(ids))
+            logits = state.step(ids)
+            if processor is not None and tokens is not None:
+                remaining = max_new_tokens - n
+                logits = processor(logits.float(), tokens.ids, generated=n, remaining=remaining, stop=stop)
+            token = choose(logits)
             ids = token[:, None]
+            if tokens is not None:
+                tokens.append(token)
             if stop:
                 running &= ~torch.isin(token, stops)
         yield token
@@ -181,17 +220,21 @@ def generate_steps(
 
 
 def beam_search(
-    state: GenerationState, first: Tensor, strategy: Beam, *, max_new_tokens: int, stop: int | Sequence[int] = ()
-) -> list[Tensor]:
+    state: GenerationState, first: Tensor, strategy: Beam, *, max_new_tokens: int, stop: int | Sequence[int] = (),
+    processor: LogitsProcessor | None = None, forced: int = 0,
+) -> list[Tensor]:  # fmt: skip
     """Return the best hypothesis of each row."""
-    beams = beam_hypotheses(state, first, strategy, max_new_tokens=max_new_tokens, stop=stop)
+    beams = beam_hypotheses(
+        state, first, strategy, max_new_tokens=max_new_tokens, stop=stop, processor=processor, forced=forced
+    )
     return [hypotheses[0][1] if hypotheses else first.new_zeros(0) for hypotheses in beams]
 
 
 @torch.inference_mode()
 def beam_hypotheses(
-    state: GenerationState, first: Tensor, strategy: Beam, *, max_new_tokens: int, stop: int | Sequence[int] = ()
-) -> list[list[tuple[float, Tensor]]]:
+    state: GenerationState, first: Tensor, strategy: Beam, *, max_new_tokens: int, stop: int | Sequence[int] = (),
+    processor: LogitsProcessor | None = None, forced: int = 0,
+) -> list[list[tuple[float, Tensor]]]:  # fmt: skip
     """Beam search: the hypotheses of each row as (score, tokens), best first; at most `width` of them.
 
     Beam w of row r is row r * width + w of the state.
@@ -199,8 +242,11 @@ def beam_hypotheses(
     stop = stop_tokens(stop)
     width, rows, penalty = strategy.width, len(first), strategy.length_penalty
     finished: list[list[tuple[float, np.ndarray]]] = [[] for _ in range(rows)]
-    done = [max_new_tokens == 0] * rows
+    if not max_new_tokens:
+        return [[] for _ in range(rows)]
+    done = [False] * rows
     history = np.zeros((rows * width, max_new_tokens), np.int64)
+    prompts = None if processor is None else _Tokens(state, first).ids  # before the rows of the state are repeated
     logits, prompt = state.step(first), first.shape[1]
     state.reorder(torch.arange(rows, device=first.device).repeat_interleave(width))
     vocabulary = logits.shape[-1]
@@ -208,47 +254,54 @@ def beam_hypotheses(
     for n in range(max_new_tokens):
         # The overall best candidates are among the best of each beam, so no log-softmax over the vocabulary is needed.
         per_beam = min((len(stop) + 1) * width, vocabulary)
-        values, tokens = logits.float().topk(per_beam, -1)
-        values = (values - logits.float().logsumexp(-1, keepdim=True)).view(rows, -1, per_beam) + scores[:, :, None]
+        logits = logits.float()
+        if processor is None or prompts is None:
+            values, tokens = logits.topk(per_beam, -1)
+            values = values - logits.logsumexp(-1, keepdim=True)
+        else:
+            before = torch.from_numpy(history[: len(logits), :n]).to(first.device)
+            before = torch.cat((prompts.repeat_interleave(len(logits) // rows, 0), before), 1)
+            remaining = max_new_tokens - n
+            log_probabilities = logits.log_softmax(-1)
+            values, tokens = processor(log_probabilities, before, generated=n, remaining=remaining, stop=stop).topk(
+                per_beam, -1
+            )
+        values = values.view(rows, -1, per_beam) + scores[:, :, None]
         values, indices = values.flatten(1).topk(min((len(stop) + 1) * width, values[0].numel()))
         tokens = tokens.view(rows, -1).gather(1, indices)
         beams = (indices // per_beam).tolist()
+        length, is_last = n + 1 + forced, n + 1 == max_new_tokens
         chosen: list[tuple[int, int, float]] = []
         for row, candidates in enumerate(zip(values.tolist(), tokens.tolist(), beams, strict=True)):
             kept: list[tuple[int, int, float]] = []
             for rank, (score, token, beam) in enumerate(zip(*candidates, strict=True)):
                 source = row * width + beam
-                if token in stop:
+                if token in stop or is_last:
                     if rank < width and not done[row]:
-                        finished[row].append((score / (n + 1) ** penalty, history[source, :n].copy()))
+                        ended = history[source, :n].copy()
+                        ended = ended if token in stop else np.append(ended, token)
+                        finished[row].append((score / length**penalty, ended))
                 elif len(kept) < width:
                     kept.append((source, token, score))
             finished[row] = sorted(finished[row], key=lambda pair: -pair[0])[:width]
-            kept += [(row * width, 0, -float("inf"))] * (
-                width - len(kept)
-            )  # if the vocabulary is smaller than the beam
-            if len(finished[row]) == width and finished[row][-1][0] >= kept[0][2] / (n + 1) ** penalty:
-                done[row] = True
+            # if the vocabulary is smaller than the beam
+            kept += [(row * width, 0, -float("inf"))] * (width - len(kept))
+            if len(finished[row]) == width:
+                longest = max_new_tokens + forced if strategy.early_stopping == "never" and penalty > 0 else length
+                best = kept[0][2] / longest**penalty
+                done[row] |= strategy.early_stopping is True or finished[row][-1][0] >= best
             chosen += kept
+        if all(done) or is_last:
+            break
         sources = np.array([source for source, _, _ in chosen])
         start = _common_length(history, sources, n)
         history = history[sources]
         history[:, n] = [token for _, token, _ in chosen]
         scores = torch.tensor([score for _, _, score in chosen], device=first.device).view(rows, width)
-        if all(done) or n + 1 == max_new_tokens:
-            break
         if n:
             state.reorder(torch.from_numpy(sources).to(first.device), prompt + start)
         logits = state.step(torch.from_numpy(history[:, n : n + 1]).to(first.device))
-    for row in range(rows):
-        if not done[row] and max_new_tokens:
-            length = n + 1
-            for w, score in enumerate(scores[row].tolist()):
-                finished[row].append((score / length**penalty, history[row * width + w, :length].copy()))
-    return [
-        [(score, torch.from_numpy(tokens).to(first.device)) for score, tokens in candidates[:width]]
-        for candidates in (sorted(each, key=lambda pair: -pair[0]) for each in finished)
-    ]
+    return [[(score, torch.from_numpy(tokens).to(first.device)) for score, tokens in each] for each in finished]
 
 
 def _common_length(history: np.ndarray, sources: np.ndarray, count: int) -> int:

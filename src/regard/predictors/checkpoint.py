@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import warnings
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator
 from contextlib import contextmanager
 from functools import cached_property
 from pathlib import Path
@@ -15,7 +15,8 @@ from torch import nn
 from regard.errors import UserError, first_line
 from regard.field_types import check_value, short_repr
 from regard.models.checkpoints import gguf, load, tokenizer
-from regard.models.checkpoints.files import read_json
+from regard.models.checkpoints.files import CONFIG, read_json
+from regard.models.checkpoints.generation import GenerationSettings, read_generation_settings
 from regard.progress import stage
 
 if TYPE_CHECKING:
@@ -83,6 +84,19 @@ class Checkpoint:
         if len(set(names)) != count:
             raise UserError(f"{self.name}: id2label of config.json must have distinct names, got {short_repr(given)}")
         return names
+
+    def generation_settings(self, ignored: Collection[str] = ()) -> GenerationSettings:
+        """Return how tokens are chosen: as generation_config.json specifies, or config.json of older checkpoints.
+
+        ignored: names of values that the model reads.
+        """
+        is_newer = gguf.is_gguf(self.path) or (self.path / GENERATION).exists()
+        values, file = (self.settings(GENERATION), GENERATION) if is_newer else (self.config, CONFIG)
+        values = {name: value for name, value in values.items() if name not in ignored}
+        try:
+            return read_generation_settings(values, tuple(self.stop_tokens()))
+        except ValueError as error:
+            raise UserError(f"{self.name}: {file}: {first_line(error)}") from error
 
     def stop_tokens(self) -> list[int]:
         """Return the tokens that end a text: those of generation_config.json, config.json and the tokenizer."""

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar
 
@@ -14,9 +14,11 @@ from torch import Tensor
 from regard.data.readers import TEXT, Row, file_format, read_text
 from regard.data.tokenizer import END, special_id
 from regard.errors import BadRows, UserError
+from regard.models.checkpoints.generation import DEFAULTS, GenerationSettings
 from regard.models.inputs import prepare_inputs
 from regard.models.language import LanguageModel
-from regard.nn import Greedy, Sample
+from regard.nn import Beam, Greedy, Sample
+from regard.nn.generate import Strategy
 from regard.predictors.chat import ChatTemplate, Message, read_chat_template
 from regard.predictors.checkpoint import GENERATION, Checkpoint
 from regard.predictors.predictor import Predictor
@@ -30,7 +32,7 @@ if TYPE_CHECKING:
 
 MAX_NEW_TOKENS = 256
 WINDOW = 1024  # tokens of a window in an evaluation, of which the first half is context
-GREEDY, RUN_SAMPLING = Greedy(), Sample(0.8, top_p=0.9, seed=1)
+RUN_SAMPLING = GenerationSettings(Sample(0.8, top_p=0.9, seed=1))
 
 
 @dataclass(frozen=True)
@@ -38,7 +40,7 @@ class TextFormat:
     """How a language model reads and writes text.
 
     begin: tokens before every text, in addition to those that the tokenizer adds. stop: tokens that end a text.
-    positions: the most tokens of a text. strategy: how tokens are chosen by default.
+    positions: the most tokens of a text. generation: how tokens are chosen by default.
     """
 
     tokenizer: Tokenizer
@@ -46,7 +48,7 @@ class TextFormat:
     positions: int
     begin: tuple[int, ...] = ()
     chat: ChatTemplate | None = None
-    strategy: Greedy | Sample = GREEDY
+    generation: GenerationSettings = DEFAULTS
 
     def encode(self, text: str) -> list[int]:
         return [*self.begin, *self.tokenizer.encode(text).ids]
@@ -72,8 +74,11 @@ class LanguagePredictor(Predictor):
         assert isinstance(model, LanguageModel)
         form = TextFormat(
             checkpoint.tokenizer, tuple(checkpoint.stop_tokens()), model.config.positions,
-            chat=read_chat_template(checkpoint), strategy=_read_strategy(checkpoint),
+            chat=read_chat_template(checkpoint), generation=checkpoint.generation_settings(),
         )  # fmt: skip
+        first = (checkpoint.settings(GENERATION) or checkpoint.config).get("forced_bos_token_id")
+        if first is not None:
+            raise UserError(f"{checkpoint.name}: forced_bos_token_id = {first} is not supported for a language model")
         return LanguagePredictor(checkpoint.name, model, form)
 
     @staticmethod
@@ -83,7 +88,7 @@ class LanguagePredictor(Predictor):
         assert isinstance(model, LanguageModel)
         words = run.processor.require_tokenizer()
         end, positions = special_id(words, END), getattr(run.task, "context", model.config.positions)
-        form = TextFormat(words, (end,), positions, (end,), strategy=RUN_SAMPLING)
+        form = TextFormat(words, (end,), positions, (end,), generation=RUN_SAMPLING)
         return LanguagePredictor(str(run.folder), model, form, run)
 
     def column_names(self) -> list[str]:
@@ -114,11 +119,21 @@ class LanguagePredictor(Predictor):
         return self.form.tokenizer.encode(self.form.chat.render(given), add_special_tokens=False).ids
 
     def generate(self, prompt: Sequence[int]) -> Iterator[int]:
-        """Yield the tokens that follow a prompt."""
-        most = min(self.options.max_new_tokens or MAX_NEW_TOKENS, self.form.positions - len(prompt))
+        """Yield the tokens that follow a prompt; those of a beam search all at the end."""
+        settings, strategy = self.form.generation, self._strategy()
+        most = min(self._limit(prompt), self.form.positions - len(prompt))
         ids = torch.tensor(prompt, device=next(self.model.parameters()).device)
+        more = {"max_new_tokens": most, "stop": self.form.stop, "processor": settings.processor_after(len(prompt))}
         with torch.inference_mode():
-            yield from self.model.stream(ids, max_new_tokens=most, strategy=self._strategy(), stop=self.form.stop)
+            if isinstance(strategy, Beam):
+                yield from self.model.generate([ids], strategy=strategy, **more)[0].tolist()  # type: ignore[arg-type]
+            else:
+                yield from self.model.stream(ids, strategy=strategy, **more)  # type: ignore[arg-type]
+
+    def _limit(self, prompt: Sequence[int]) -> int:
+        """Return the most tokens to generate after a prompt."""
+        given = self.options.max_new_tokens
+        return self.form.generation.limit(len(prompt), MAX_NEW_TOKENS) if given is None else given
 
     def pieces(self, prompt: Sequence[int]) -> Iterator[str]:
         """Yield the text that follows a prompt, in pieces of whole characters."""
@@ -158,22 +173,29 @@ class LanguagePredictor(Predictor):
 
     def why_too_long(self, prompt: Sequence[int]) -> str | None:
         """Return a message if there is no room for a token after the prompt."""
-        if len(prompt) < self.form.positions:
-            return None
-        return f"has {len(prompt)} tokens, but the model takes at most {self.form.positions - 1}; shorten it"
+        if len(prompt) >= self.form.positions:
+            return f"has {len(prompt)} tokens, but the model takes at most {self.form.positions - 1}; shorten it"
+        if self._limit(prompt) < 1:
+            most = self.form.generation.max_length
+            return (
+                f"has {len(prompt)} tokens, but max_length of the model is {most}; shorten it or use --max-new-tokens"
+            )
+        return None
 
-    def _strategy(self) -> Greedy | Sample:
+    def _strategy(self) -> Strategy:
         """Return how tokens are chosen: by the options, or else as the model's settings say."""
-        options, default = self.options, self.form.strategy
+        options, default = self.options, self.form.generation.strategy
         if options.temperature == 0:
-            return Greedy()
+            return default if isinstance(default, Beam) else Greedy()
         if options.temperature is None and options.top_p is None:
-            return default if options.seed is None or isinstance(default, Greedy) else _with_seed(default, options.seed)
+            seeded = isinstance(default, Sample) and options.seed is not None
+            return replace(default, seed=options.seed) if seeded else default  # type: ignore[arg-type]
         sampling = default if isinstance(default, Sample) else Sample()
         try:
-            return Sample(
-                sampling.temperature if options.temperature is None else options.temperature, sampling.top_k,
-                sampling.top_p if options.top_p is None else options.top_p, options.seed,
+            return replace(
+                sampling, seed=options.seed,
+                temperature=sampling.temperature if options.temperature is None else options.temperature,
+                top_p=sampling.top_p if options.top_p is None else options.top_p,
             )  # fmt: skip
         except ValueError as error:
             raise UserError(f"--temperature or --top-p: {error}") from error
@@ -217,22 +239,6 @@ class LanguagePredictor(Predictor):
 
     def name_tokens(self, record: Any, prediction: Prediction) -> None:
         record.decode(self.form.tokenizer)
-
-
-def _read_strategy(checkpoint: Checkpoint) -> Greedy | Sample:
-    """Sample if generation_config.json says so, with its temperature, top_k and top_p."""
-    settings = checkpoint.settings(GENERATION)
-    if not settings.get("do_sample"):
-        return Greedy()
-    try:
-        top_k = settings.get("top_k")  # 0 means all tokens
-        return Sample(settings.get("temperature", 1.0), top_k or None, settings.get("top_p"))
-    except (TypeError, ValueError) as error:
-        raise UserError(f"{checkpoint.name}: {GENERATION}: {error}") from error
-
-
-def _with_seed(sampling: Sample, seed: int) -> Sample:
-    return Sample(sampling.temperature, sampling.top_k, sampling.top_p, seed)
 
 
 def _bytes(row: Row) -> int:

@@ -15,8 +15,10 @@ from regard.data.audio import load_waveform, normalize_transcript, read_clips, s
 from regard.data.readers import Row
 from regard.errors import BadRows, UserError
 from regard.models.audio import HOP, SAMPLE_RATE, normalize_waveform, whisper_features
+from regard.models.checkpoints.families.speech import WHISPER_TYPES
+from regard.models.checkpoints.generation import GenerationSettings
 from regard.models.whisper import Segment
-from regard.predictors.checkpoint import PREPROCESSOR, Checkpoint
+from regard.predictors.checkpoint import GENERATION, PREPROCESSOR, Checkpoint
 from regard.predictors.predictor import Predictor
 from regard.progress import track
 from regard.training import metrics
@@ -105,6 +107,18 @@ class WhisperSpeech(SpeechPredictor):
 
     kind: ClassVar[str] = "a speech recogniser"
     accepts: ClassVar[tuple[str, ...]] = ("language", "translate", "timestamps")
+
+    def __init__(self, checkpoint: Checkpoint) -> None:
+        super().__init__(checkpoint)
+        settings = checkpoint.generation_settings(ignored=WHISPER_TYPES)
+        longest = settings.max_new_tokens or settings.max_length
+        if settings != GenerationSettings(max_length=settings.max_length) or (
+            longest is not None and longest < self.model.config.positions
+        ):
+            raise UserError(
+                f"{self.name}: {GENERATION} changes how tokens are chosen ({settings}), which is not supported for "
+                "Whisper; remove those values"
+            )
 
     def transcribe(self, wave: Tensor, on_part: Callable[[SpokenText], object]) -> dict[str, Any]:
         config, options = self.model.config, self.options

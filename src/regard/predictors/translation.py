@@ -10,8 +10,7 @@ import numpy as np
 
 from regard.data.readers import Row
 from regard.errors import BadRows, UserError
-from regard.field_types import check_value
-from regard.predictors.checkpoint import GENERATION, Checkpoint, as_user_errors
+from regard.predictors.checkpoint import Checkpoint
 from regard.predictors.predictor import PredictOptions, Predictor
 from regard.training import metrics
 from regard.training.seq2seq import generate_targets
@@ -32,10 +31,7 @@ class Translator(Predictor):
     def __init__(self, checkpoint: Checkpoint) -> None:
         self.name, self.model, self.checkpoint = checkpoint.name, checkpoint.model, checkpoint
         self.tokenizer = checkpoint.tokenizer
-        given = checkpoint.settings(GENERATION).get("num_beams") or checkpoint.config.get("num_beams") or 1
-        with as_user_errors(self.name):
-            check_value("num_beams", given, int)
-        self.beam = min(max(1, given), 64)
+        self.generation = checkpoint.generation_settings()
 
     def configure(self, options: PredictOptions) -> None:
         super().configure(options)
@@ -54,6 +50,8 @@ class Translator(Predictor):
     def predict(self, rows: Sequence[Row], bad: BadRows) -> Iterator[Prediction]:
         stop, config = self.model.config.stop, self.model.config
         longest = None if config.position == "relative" else config.positions
+        if longest is not None and config.position == "learned":
+            longest -= config.first_position
         sources, kept = [], []
         for n, row in enumerate(rows):
             ids = self.tokenizer.encode(row.values[0]).ids
@@ -63,10 +61,21 @@ class Translator(Predictor):
             else:
                 sources.append(np.array(ids, np.int64))
                 kept.append(n)
-        most = self.options.max_new_tokens or MAX_NEW_TOKENS
-        most = most if longest is None else min(most, longest - 1)
+        first, forced = 1 + len(config.prompt), len(config.prompt)
+        most = self.options.max_new_tokens or max(1, self.generation.limit(first, MAX_NEW_TOKENS, forced=forced))
+        if longest is not None:
+            most = min(most, longest - forced)
+        processor = self.generation.processor_after(first, forced=forced)
         outputs: dict[int, Prediction] = {}
-        for n, target, score in generate_targets(self.model, sources, beam=self.beam, max_new_tokens=most):
+        targets = generate_targets(
+            self.model,
+            sources,
+            strategy=self.generation.strategy,
+            max_new_tokens=most,
+            processor=processor,
+            short=False,
+        )
+        for n, target, score in targets:
             row = rows[kept[n]]
             output = self.tokenizer.decode(target.tolist())
             outputs[n] = Prediction(row.values[0], output, score, place=row.place)

@@ -21,6 +21,7 @@ from regard.training.onnx_graphs import Graph, pair_graphs
 from regard.training.recipe import Recipe, option
 from regard.training.seq2seq import (
     SourceTargetPairs,
+    beam_strategy,
     encode_pairs,
     encode_sources,
     generate_targets,
@@ -90,7 +91,9 @@ class Summarise(Task):
         assert isinstance(model, PointerTransformer)
         sources, _ = encode_sources(processor, rows, BadRows(), longest=self.longest, cut=self.cut, more=CUT)
         outputs = [""] * len(rows)
-        for n, ids, _ in generate_targets(model, sources, beam=self.beam, max_new_tokens=self.max_new_tokens):
+        for n, ids, _ in generate_targets(
+            model, sources, strategy=beam_strategy(self.beam), max_new_tokens=self.max_new_tokens
+        ):
             outputs[n] = processor.require_tokenizer().decode(ids.tolist())
         return metrics.summaries(outputs, [row.values[1] for row in rows])
 
@@ -113,7 +116,9 @@ class Summarise(Task):
         sources, kept = encode_sources(processor, rows, bad, longest=self.longest, cut=self.cut, more=CUT)
         generated = {
             each.number: each
-            for each in generate_targets(model, sources, beam=self.beam, max_new_tokens=self.max_new_tokens)
+            for each in generate_targets(
+                model, sources, strategy=beam_strategy(self.beam), max_new_tokens=self.max_new_tokens
+            )
         }
         for n, row in enumerate(kept):
             text = rows[row].values[0]

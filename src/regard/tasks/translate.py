@@ -18,6 +18,7 @@ from regard.training.onnx_graphs import Graph, pair_graphs
 from regard.training.recipe import Recipe, option
 from regard.training.seq2seq import (
     SourceTargetPairs,
+    beam_strategy,
     encode_pairs,
     encode_sources,
     generate_targets,
@@ -92,7 +93,9 @@ class Translate(Task):
         assert isinstance(model, Transformer)
         sources, kept = encode_sources(processor, rows, bad, longest=self.longest)
         outputs, scores = [""] * len(kept), [0.0] * len(kept)
-        for n, ids, score in generate_targets(model, sources, beam=self.beam, max_new_tokens=self.longest):
+        for n, ids, score in generate_targets(
+            model, sources, strategy=beam_strategy(self.beam), max_new_tokens=self.longest
+        ):
             outputs[n], scores[n] = processor.require_tokenizer().decode(ids.tolist()), score
         for row, output, score in zip(kept, outputs, scores, strict=True):
             yield Prediction(rows[row].values[0], output, score, place=rows[row].place)

@@ -17,7 +17,7 @@ from regard.data.text import too_long_message
 from regard.data.tokenizer import BEGIN, END, MASK, PAD, encode, special_id
 from regard.errors import BadRows
 from regard.models.translation import Transformer, TransformerConfig
-from regard.nn import Beam, Packed
+from regard.nn import Beam, Greedy, LogitsProcessor, Packed
 from regard.nn.generate import Strategy
 from regard.progress import track
 from regard.training.pretrained import EncoderOptions
@@ -115,21 +115,28 @@ class GeneratedTarget(NamedTuple):
 
 
 def generate_targets(
-    model: Transformer, sources: Sequence[np.ndarray], *, beam: int, max_new_tokens: int
-) -> Iterator[GeneratedTarget]:
-    """Generate targets in batches of similar source length, of at most `max_new_tokens` and about twice the source."""
+    model: Transformer, sources: Sequence[np.ndarray], *, strategy: Strategy, max_new_tokens: int,
+    processor: LogitsProcessor | None = None, short: bool = True,
+) -> Iterator[GeneratedTarget]:  # fmt: skip
+    """Generate targets of at most `max_new_tokens`, in batches of similar source length.
+
+    short: whether targets are also limited to about twice the length of the source.
+    """
     ragged, device = Ragged(sources), next(model.parameters()).device
-    strategy: Strategy | None = Beam(beam) if beam > 1 else None
     for chosen in track(in_order(ragged.lengths, budget=512)) if len(ragged) else ():
         packed = ragged.pack(chosen)
         packed = packed.with_values(packed.values.to(device))
-        generated = model.generate(
-            packed, max_new_tokens=min(max_new_tokens, 2 * max(packed.lengths) + 16), strategy=strategy
-        )
+        most = min(max_new_tokens, 2 * max(packed.lengths) + 16) if short else max_new_tokens
+        generated = model.generate(packed, max_new_tokens=most, strategy=strategy, processor=processor)
         for n, ids, score in zip(
             chosen.tolist(), generated, sequence_probabilities(model, packed, generated), strict=True
         ):
             yield GeneratedTarget(n, ids, score)
+
+
+def beam_strategy(beam: int) -> Strategy:
+    """Return beam search of this width, or greedy generation for one beam."""
+    return Beam(beam) if beam > 1 else Greedy()
 
 
 @torch.no_grad()

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Mapping, Sequence
 from copy import copy
 from dataclasses import replace
@@ -11,6 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from regard.nn import LogitsProcessor
 from regard.nn.generate import Beam, beam_hypotheses
 from regard.view.capture import capture
 from regard.view.changes import Change, ablate
@@ -130,7 +130,11 @@ def generate_records(record: Record, max_new_tokens: int, beams: int) -> list[Re
     stop = _stop_tokens(call)
     with ablate(call.model, *record.changes):
         state: Any = _UncachedState(call, role)
-        hypotheses = beam_hypotheses(state, prompt[None], Beam(beams), max_new_tokens=max_new_tokens, stop=stop)[0]
+        suppressed = getattr(getattr(call.model, "config", None), "suppress_tokens", None) or ()
+        (hypotheses,) = beam_hypotheses(
+            state, prompt[None], Beam(beams), max_new_tokens=max_new_tokens, stop=stop,
+            processor=LogitsProcessor(bad_words=tuple((token,) for token in suppressed)) if suppressed else None,
+        )  # fmt: skip
     records = []
     for score, tokens in hypotheses:
         ids = torch.cat([prompt, tokens])
@@ -159,9 +163,7 @@ class _UncachedState:
             output = ModelOutput.read(self.call.model, self.call.replace_ids(self.role, row).run())
             assert output is not None
             last.append(output.values[0, -1])
-        logits = torch.stack(last)
-        suppressed = list(getattr(getattr(self.call.model, "config", None), "suppress_tokens", None) or ())
-        return logits.index_fill(-1, torch.tensor(suppressed, dtype=torch.long), -math.inf) if suppressed else logits
+        return torch.stack(last)
 
     def reorder(self, rows: Tensor, start: int = 0) -> None:
         assert self.ids is not None

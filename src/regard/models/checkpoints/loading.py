@@ -69,12 +69,13 @@ def read(path: Path, *, dtype: torch.dtype | None, bare: bool = False) -> nn.Mod
     weights = Weights(path)
     with _name_file_in_errors(path / CONFIG):
         family = _find_family(config_json)
-    generation_values = _generation_values(path / GENERATION, family)
+    generation_json = read_json(path / GENERATION) if family is not None and (path / GENERATION).exists() else {}
+    generation_values = _generation_values(path / GENERATION, generation_json, family)
     with _name_file_in_errors(path / CONFIG):
         architecture, config = _parse_config(config_json | generation_values, family, weights.names(), bare)
     with _name_file_in_errors(path):
         model = _load_weights(weights, architecture, config, dtype)
-    model.__dict__["origin"] = config_json
+    model.__dict__ |= {"origin": config_json, "generation_origin": generation_json}
     return model.eval()
 
 
@@ -148,11 +149,10 @@ def _nearest(name: object, supported: Sequence[str]) -> str:
     return f"{f'; the nearest is {near[0]}' if near else ''}; supported: {', '.join(supported)}"
 
 
-def _generation_values(path: Path, family: Family | None) -> Values:
+def _generation_values(path: Path, generation_json: Values, family: Family | None) -> Values:
     """Return the values of generation_config.json that are part of our configurations."""
-    if family is None or not path.exists():
+    if family is None:
         return {}
-    generation_json = read_json(path)
     with _name_file_in_errors(path):
         return family.generation_values(generation_json)
 

@@ -49,9 +49,9 @@ def write(model: nn.Module, path: Path, max_shard_size: int) -> None:
     if len(types := float_types(model.state_dict().values())) == 1:
         config_json["dtype"] = types[0]
     write_weights(path, split(model, tensor_mappings(model, rules), rounded), max_shard_size)
-    if family is not None and (generation_json := family.generation(model.config)):
+    if family is not None and (generation_json := _generation_json(family, model, origin)):
         padding = {"pad_token_id": config_json["pad_token_id"]} if config_json.get("pad_token_id") is not None else {}
-        write_json(path / GENERATION, generation_json | padding)
+        write_json(path / GENERATION, padding | generation_json)
     write_json(path / CONFIG, config_json)
 
 
@@ -85,6 +85,15 @@ def choose(model: nn.Module, origin: dict[str, Any]) -> tuple[Family | None, str
         if type(model.config) is family.config and family.why_not(model.config, architecture) is None:
             return family, name
     return None, ""
+
+
+def _generation_json(family: Family, model: nn.Module, origin: dict[str, Any]) -> dict[str, Any]:
+    """Return generation_config.json: our values, plus those of the origin that have no counterpart."""
+    same = origin.get("model_type") == family.model_type
+    kept = dict(getattr(model, "generation_origin", {})) if same else {}
+    for name in family.generation_types:
+        kept.pop(name, None)
+    return kept | family.generation(model.config)
 
 
 def _config_values(family: Family, name: str, model: nn.Module, origin: dict[str, Any]) -> dict[str, Any]:

@@ -10,6 +10,7 @@ from torch import Tensor
 from regard.models.checkpoints.families.translation import (
     GENERATION_TYPES,
     PAIR,
+    first_tokens,
     generation_values,
     start_token,
     stop_token,
@@ -48,14 +49,13 @@ COPIES = dict.fromkeys(
 
 
 def read_bart(theirs: Values) -> Values:
-    first = theirs.get("forced_bos_token_id")
     return {
         "heads": common_value(theirs, "encoder_attention_heads", "decoder_attention_heads"),
         "d_hidden": common_value(theirs, "encoder_ffn_dim", "decoder_ffn_dim"),
         "embedding_scale": math.sqrt(theirs["d_model"]) if theirs.get("scale_embedding") else 1.0,
         "logits_bias": "final_logits_bias" in theirs.get(TENSORS, ()),
         "start": start_token(theirs),
-        "prompt": () if first is None else (first,),
+        "prompt": first_tokens(theirs),
         "suppress_tokens": suppressed_tokens(theirs),
     }
 
@@ -73,13 +73,6 @@ def write_bart(config: TransformerConfig) -> Values:
         "decoder_start_token_id": config.start,
         "is_encoder_decoder": True,
     }
-
-
-def write_generation(config: TransformerConfig) -> Values:
-    if len(config.prompt) > 1:
-        raise ValueError("prompt must have at most one token")
-    forced = {"forced_bos_token_id": config.prompt[0]} if config.prompt else {}
-    return generation_values(config) | forced
 
 
 def fairseq_positions(_: TransformerConfig, stored: Tensor) -> Tensor:
@@ -129,10 +122,10 @@ def bart(model_type: str, title: str, name: str, names: str, *, fixed: Values, s
         | ({} if learned else {"pad_token_id": (1,)}),  # its positions start after the padding token
         read=read,
         types={"scale_embedding": bool},
-        generation_types=GENERATION_TYPES | {"forced_bos_token_id": int},
+        generation_types=GENERATION_TYPES,
         write=write_bart,
         dropped=("bad_words_ids", "forced_bos_token_id"),
-        generation=write_generation,
+        generation=generation_values,
         absent=lambda config: {"pad_token_id": 1, "bos_token_id": 0, "forced_eos_token_id": None},
     )  # fmt: skip
 

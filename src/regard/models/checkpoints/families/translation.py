@@ -29,7 +29,8 @@ def suppressed_tokens(theirs: Values) -> tuple[int, ...]:
     words = theirs.get("bad_words_ids") or []
     if any(len(word) != 1 for word in words):
         raise ValueError(f"bad_words_ids = {short_repr(words)} is not supported; each must be one token")
-    return tuple(word[0] for word in words)
+    stop = theirs.get("eos_token_id")  # which is not suppressed
+    return tuple(word[0] for word in words if word[0] not in (stop if isinstance(stop, list) else [stop]))
 
 
 def start_token(theirs: Values) -> int:
@@ -37,15 +38,25 @@ def start_token(theirs: Values) -> int:
     return theirs.get("pad_token_id") or 0 if start is None else start
 
 
+def first_tokens(theirs: Values) -> tuple[int, ...]:
+    """Return the forced first token of every target, such as its language."""
+    first = theirs.get("forced_bos_token_id")
+    return () if first is None else (first,)
+
+
 GENERATION_TYPES: dict[str, Any] = {
     "decoder_start_token_id": int, "eos_token_id": int | list[int], "bad_words_ids": list[list[int]],
+    "forced_bos_token_id": int,
 }  # fmt: skip
 
 
 def generation_values(config: TransformerConfig) -> Values:
-    """Return the values of generation_config.json: start, stop and suppressed tokens."""
+    """Return the values of generation_config.json: start, stop, first and suppressed tokens."""
+    if len(config.prompt) > 1:
+        raise ValueError("prompt must have at most one token")
+    forced = {"forced_bos_token_id": config.prompt[0]} if config.prompt else {}
     suppressed = {"bad_words_ids": [[word] for word in config.suppress_tokens]} if config.suppress_tokens else {}
-    return {"decoder_start_token_id": config.start, "eos_token_id": config.stop} | suppressed
+    return {"decoder_start_token_id": config.start, "eos_token_id": config.stop} | forced | suppressed
 
 
 def t5_names(config: TransformerConfig) -> tuple[Rule, ...]:
@@ -108,6 +119,7 @@ def t5(model_type: str, title: str, name: str, *, forward: str, scales: bool) ->
             "tied": bool(scaled) or "lm_head.weight" not in theirs.get(TENSORS, ()),
             "start": start_token(theirs),
             "suppress_tokens": suppressed_tokens(theirs),
+            "prompt": first_tokens(theirs),
         }
 
     def write(config: TransformerConfig) -> Values:
@@ -169,7 +181,7 @@ def t5(model_type: str, title: str, name: str, *, forward: str, scales: bool) ->
         types={"feed_forward_proj": str, "scale_decoder_outputs": bool},
         generation_types=GENERATION_TYPES,
         write=write,
-        dropped=("dense_act_fn", "is_gated_act", "bad_words_ids"),
+        dropped=("dense_act_fn", "is_gated_act", "bad_words_ids", "forced_bos_token_id"),
         generation=generation_values,
     )
 
@@ -209,6 +221,7 @@ def read_marian(theirs: Values) -> Values:
         "embedding_scale": math.sqrt(theirs["d_model"]) if theirs.get("scale_embedding") else 1.0,
         "start": start_token(theirs),
         "suppress_tokens": suppressed_tokens(theirs),
+        "prompt": first_tokens(theirs),
     }
 
 
@@ -272,7 +285,7 @@ MARIAN = Family(
     types={"scale_embedding": bool, "share_encoder_decoder_embeddings": bool, "decoder_vocab_size": int},
     generation_types=GENERATION_TYPES,
     write=write_marian,
-    dropped=("bad_words_ids",),
+    dropped=("bad_words_ids", "forced_bos_token_id"),
     generation=generation_values,
     absent=lambda config: {"pad_token_id": config.start},
 )
