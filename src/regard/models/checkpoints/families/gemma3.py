@@ -40,6 +40,8 @@ def read_rotaries(theirs: Values, kinds: Sequence[str], bases: dict[str, float],
         values = {kind: {"rope_parameters": parameters.get(kind)} for kind in bases}
     for kind, value in values.items():
         check_types(value, rope.TYPES, f"{kind}.")
+        if (value.get("rope_parameters") or {}).get("truncate") is False:  # transformers ignores it
+            raise ValueError(f"truncate = False of {kind} is not supported; remove it from rope_parameters")
     more = {"max_position_embeddings": theirs.get("max_position_embeddings")}
     by_type = {kind: rope.read(value | more, base=bases[kind]) for kind, value in values.items()}
     rotaries = tuple(by_type[kind] for kind in kinds)

@@ -35,6 +35,8 @@ def read_modernbert(theirs: Values) -> Values:
     kinds = theirs.get("layer_types") or [LOCAL if n % every else GLOBAL for n in range(layers)]
     size = theirs.get("local_attention")
     windows = read_windows(theirs | {"sliding_window": (128 if size is None else size) // 2}, kinds)
+    if theirs.get("rope_scaling") is not None:
+        raise ValueError("rope_scaling is not supported for modernbert; give rope_parameters for each layer type")
     older = theirs | {"rope_theta": theirs.get("global_rope_theta")}
     return read_rotaries(older, kinds, BASES, "local_rope_theta") | windows | {"classes": classes(theirs)}
 

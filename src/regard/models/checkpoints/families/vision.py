@@ -220,7 +220,7 @@ DETR = Family(
         activation("activation", "activation_function", "relu"),
     ),
     fixed={"arrangement": "post", "eps": 1e-5, "anchors": False},
-    only={"position_embedding_type": ("sine",), "dilation": (False,), "num_channels": (3,)},
+    only={"position_embedding_type": ("sine",), "dilation": (False,), "num_channels": (3,), "auxiliary_loss": (False,)},
     read=read_detr,
     types={"backbone": str, "use_timm_backbone": bool, "backbone_config": BACKBONE_TYPES},
     write=write_detr,

@@ -1,0 +1,183 @@
+"""Every value of a configuration: after a change, a model computes what transformers computes, or is refused."""
+
+from __future__ import annotations
+
+import copy
+import json
+import os
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import transformers
+
+import regard as rg
+from tests.models import transformers_models as t
+from tests.models.tiny_configs import CASES
+
+EVERY = bool(os.environ.get("REGARD_EVERY_MUTATION"))
+UNUSED = {"transformers_version", "_name_or_path", "dtype", "model_type", "architectures", "output_hidden_states",
+          "output_attentions", "id2label", "label2id", "use_cache", "return_dict"}  # fmt: skip
+"""Values that do not matter, or that say how the test is run."""
+ACTIVATIONS = ["relu", "sigmoid", "laplace", "gelu_new", "silu"]
+ROTARY: dict[str, dict[str, Any]] = {
+    "base": {"rope_type": "default", "rope_theta": 50.0},
+    "partial": {"rope_type": "default", "partial_rotary_factor": 0.5},
+    "linear": {"rope_type": "linear", "factor": 3.0},
+    "dynamic": {"rope_type": "dynamic", "factor": 3.0},
+    "yarn": {"rope_type": "yarn", "factor": 4.0},
+    "yarn-original": {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 10, "mscale": 0.7,
+                      "mscale_all_dim": 0.9},
+    "yarn-betas": {"rope_type": "yarn", "factor": 4.0, "attention_factor": 0.5, "beta_fast": 20, "beta_slow": 2},
+    "yarn-truncate": {"rope_type": "yarn", "factor": 4.0, "beta_fast": 20, "truncate": False,
+                      "original_max_position_embeddings": 10},
+    "llama3": {"rope_type": "llama3", "factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0,
+               "original_max_position_embeddings": 16},
+    "long": {"rope_type": "longrope", "short_factor": [1.0, 1.1, 1.5, 2.0], "long_factor": [1.0, 2.0, 4.0, 8.0],
+             "original_max_position_embeddings": 6, "factor": 3.0},
+    "proportional": {"rope_type": "proportional"},
+}  # fmt: skip
+ROTATED = [
+    "llama",
+    "mistral",
+    "qwen2",
+    "gemma2",
+    "qwen3",
+    "gemma3",
+    "gpt-oss",
+    "smollm3",
+    "olmo2",
+    "phi3",
+    "modernbert",
+]
+
+
+def changes(name: str, value: Any) -> list[Any]:
+    """Return other values of a field."""
+    if isinstance(value, bool):
+        return [not value]
+    if name.endswith(("hidden_act", "activation", "activation_function")):
+        return [act for act in ACTIVATIONS if act != value]
+    if isinstance(value, int):
+        return [value + 1, 2 * value, 0] if value else [1, 2]
+    if isinstance(value, float):
+        return [1.7 * value + 0.1, 0.0]
+    if value is None:
+        return [1, 2, True]
+    if isinstance(value, str):
+        return ["none"]
+    return [value[::-1]] if isinstance(value, list) else []
+
+
+def built(name: str, values: dict[str, Any]) -> Any:
+    """Return their model for changed values, or None if transformers does not accept them."""
+    case = CASES[name]
+    kind = getattr(transformers, case.architecture)
+    try:
+        torch.manual_seed(0)
+        model = kind._from_config(kind.config_class(**copy.deepcopy(values)), attn_implementation="eager")
+        case.after(model)
+        t.randomize(model)
+        with torch.no_grad():
+            t.theirs(name, model)
+    except Exception:  # configurations and models fail in any way
+        return None
+    return model
+
+
+def check(name: str, model: Any, folder: Path) -> str | None:
+    """Return how our model differs from theirs; None if it is equal or refused."""
+    try:
+        ours = rg.load(folder)
+        with torch.no_grad():
+            found = t.ours(name, ours)
+    except ValueError:
+        return None
+    with torch.no_grad():
+        expected = t.result(t.theirs(name, model))
+    pairs = zip(found, expected, strict=True) if isinstance(found, tuple) else [(found, expected)]
+    for own, other in pairs:
+        own, other = t.real(name, own), t.real(name, other)
+        if own.shape != other.shape:
+            return f"the shape is {tuple(own.shape)}, not {tuple(other.shape)}"
+        if not torch.allclose(own, other, rtol=1e-4, atol=2e-4):
+            return f"outputs differ by {float((own - other).abs().max()):.2g}"
+    return None
+
+
+def mutated(name: str) -> Iterator[tuple[str, list[dict[str, Any]]]]:
+    """Yield the fields of a case, and its values with each change of the field."""
+    base = CASES[name].before(CASES[name].values)
+    whole = getattr(transformers, CASES[name].architecture).config_class(**copy.deepcopy(base)).to_dict()
+    for side in ("", "text_config", "vision_config"):
+        for key, value in (whole.get(side, {}) if side else whole).items():
+            if key not in UNUSED:
+                found = []
+                for change in changes(key, value):
+                    values = copy.deepcopy(base)
+                    (values.setdefault(side, {}) if side else values)[key] = change
+                    found.append(values)
+                yield f"{side}.{key}" if side else key, found
+
+
+@pytest.mark.filterwarnings("ignore::UserWarning")
+@pytest.mark.parametrize("name", t.CASES if EVERY else sorted(t.FIRST.values()))
+def test_a_changed_value_is_followed_or_refused(name: str, tmp_path: Path) -> None:
+    wrong, compared = [], 0
+    for field, several in mutated(name):
+        for n, values in enumerate(several):
+            if name.startswith("wav2vec2") and field == "conv_kernel":  # the shortest sound has no frame then
+                continue
+            model = built(name, values)
+            if model is None:
+                continue
+            folder = tmp_path / f"{field}-{n}"
+            try:
+                model.save_pretrained(folder)
+            except ValueError:  # generation values that transformers refuses to save
+                continue
+            compared += 1
+            if (problem := check(name, model, folder)) is not None:
+                wrong.append(f"{field}: {problem}")
+            if not EVERY:
+                break
+    assert compared >= 8
+    assert not wrong, "; ".join(wrong)
+
+
+@pytest.mark.filterwarnings("ignore::UserWarning")
+@pytest.mark.parametrize("form", ["rope_parameters", "rope_scaling"])
+@pytest.mark.parametrize("name", ROTATED)
+def test_every_rotary_embedding_is_followed_or_refused(name: str, form: str, tmp_path: Path) -> None:
+    wrong, nested = [], name in ("gemma3", "modernbert")
+    kind = getattr(transformers, CASES[name].architecture)
+    for label, rotary in ROTARY.items():
+        parameters: dict[str, Any] = {"rope_theta": 1000.0} | rotary
+        if nested:
+            parameters = {"full_attention": parameters, "sliding_attention": {"rope_type": "default"}}
+        heads = {} if name == "modernbert" else {"head_dim": 8}
+        model = built(name, CASES[name].values | heads | {"rope_parameters": parameters})
+        if model is None:
+            continue
+        folder = tmp_path / label
+        model.save_pretrained(folder)
+        if form == "rope_scaling":  # as older releases wrote it
+            said = json.loads((folder / "config.json").read_text())
+            said.pop("rope_parameters")
+            (folder / "config.json").write_text(json.dumps(said | {"rope_theta": 1000.0, "rope_scaling": rotary}))
+            try:
+                model = kind.from_pretrained(folder, attn_implementation="eager").eval()
+            except Exception:  # configurations fail in any way
+                continue
+        ours = None
+        try:
+            ours = rg.load(folder)
+        except ValueError:
+            continue
+        with torch.no_grad():
+            expected = t.result(model(t.IDS))
+            if not torch.allclose(ours(t.IDS), expected, rtol=1e-4, atol=2e-4):
+                wrong.append(label)
+    assert not wrong
