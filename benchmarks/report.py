@@ -59,7 +59,7 @@ def _wanting(case: dict[str, Any], target: dict[str, Any]) -> str:
     if limit is None:
         return ""
     used = case["ratios"][limit]
-    return f": from {used:.0%} of {limit} to {used * target['at_least'] / target['ratio']:.0%}"
+    return f" ({used:.0%} of {limit}; the target needs {used * target['at_least'] / target['ratio']:.0%})"
 
 
 def absent(run: Run) -> dict[str, str]:

@@ -141,7 +141,7 @@ RESULTS = (
         "--steps 4000 --evaluate-every 500",
     ),
     Result(
-        "described-apart", "scenes of two digits and their descriptions, as two vectors apart", "accuracy",
+        "described-apart", "scenes of two digits and their descriptions, as two separate vectors", "accuracy",
         "match --data {runs}/described-data/train.csv --validation {runs}/described-data/valid.csv "
         "--test {runs}/described-data/test.csv --layers 1 --fusion 0 --tokens 1536 --learning-rate 2e-3 --warmup 50 "
         "--steps 4000 --evaluate-every 500",

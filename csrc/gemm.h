@@ -2,7 +2,7 @@
 //
 // A panel is NR = two vectors of columns, stored row after row: panel[k][NR]. A block of M <= MR rows of C times one
 // panel is held in registers: 6 x 16 for AVX2 (12 accumulators, two vectors of B, one broadcast of A), 12 x 32 for
-// AVX-512. By itself it runs at the peak of the multiply-add units.
+// AVX-512. On its own, it runs at the peak of the multiply-add units.
 #pragma once
 #include "operands.h"
 

@@ -204,7 +204,7 @@ def test_a_toy_problem_is_learned_and_predicted_with_boxes_and_scores(trained: t
     assert figures["ap50"] > 0.25  # a few seconds of training
     assert figures["ap50"] > 3 * baselines["most frequent boxes"]["ap50"]
     # the baseline finds every box, but cannot distinguish classes of equal brightness
-    assert 0.25 < baselines["connected pieces, nearest mean"]["ap50"] < 0.75
+    assert 0.25 < baselines["connected components, nearest mean"]["ap50"] < 0.75
     predictions = list(
         run.task.predict(model, run.processor, [Row("one", row.values[:1]) for row in examples.test], BadRows())
     )

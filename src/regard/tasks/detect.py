@@ -178,7 +178,7 @@ class Detect(Task):
         components = [theirs.unscaled(n, one) for n, one in enumerate(components)]
         return {
             "most frequent boxes": metrics.detection(frequent, theirs.detections, len(processor.labels)),
-            "connected pieces, nearest mean": metrics.detection(components, theirs.detections, len(processor.labels)),
+            "connected components, nearest mean": metrics.detection(components, theirs.detections, len(processor.labels)),
         }
 
     def predict(
