@@ -176,9 +176,10 @@ class Detect(Task):
             ours.pixels, [ours.scaled(n) for n in range(len(ours.detections))], theirs.pixels, len(processor.labels)
         )
         components = [theirs.unscaled(n, one) for n, one in enumerate(components)]
+        classes = len(processor.labels)
         return {
-            "most frequent boxes": metrics.detection(frequent, theirs.detections, len(processor.labels)),
-            "connected components, nearest mean": metrics.detection(components, theirs.detections, len(processor.labels)),
+            "most frequent boxes": metrics.detection(frequent, theirs.detections, classes),
+            "connected components, nearest mean": metrics.detection(components, theirs.detections, classes),
         }
 
     def predict(
