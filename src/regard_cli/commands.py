@@ -466,7 +466,7 @@ def main() -> None:
             _print_error(f"expected UTF-8 on the command line, got {given}; convert the text, or rename the file")
             sys.exit(2)
     try:
-        app()
+        app(prog_name="regard")
     except MissingPath as error:
         _print_error(str(error))
         sys.exit(1)

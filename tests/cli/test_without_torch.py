@@ -65,6 +65,12 @@ def test_python_m_regard_answers_without_torch() -> None:
     assert " torch\n" not in result.stderr
 
 
+def test_usage_calls_the_command_regard() -> None:
+    command = [sys.executable, "-m", "regard", "tasks", "--help"]
+    result = subprocess.run(command, capture_output=True, text=True, check=True)
+    assert "Usage: regard tasks" in result.stdout
+
+
 @pytest.mark.parametrize("words", [["resume", "nothing\x1b[1m/here"], ["export", "nothing", "out"]])
 def test_a_missing_run_is_reported_without_torch(words: list[str]) -> None:
     result = run_without_torch(words)
