@@ -28,7 +28,7 @@ BLOCK = 1 << 22
 
 @dataclass(frozen=True)
 class Function:
-    """A function, where its promise holds, and how many ULP its error may have there, in float32 and float64.
+    """A function, the range to test, and its largest permitted error there in ULP, in float32 and float64.
 
     Of float32 all numbers with an absolute value from `first` to `last` are tried. Smaller ones give 1 or themselves
     but for their last digits, larger ones saturate, or differ from these by a power of two.
@@ -62,7 +62,7 @@ FUNCTIONS = [
 
 
 def build() -> Path | None:
-    """The library of the functions, or None where it cannot be built."""
+    """Build the library of the functions; None if that is not possible."""
     cmake = shutil.which("cmake", path=f"{Path(sys.executable).parent}{os.pathsep}{os.environ.get('PATH', '')}")
     if cmake is None:
         return None
@@ -90,7 +90,7 @@ class Library:
 
 
 def instruction_sets(path: Path) -> list[str]:
-    """Those that the library has and this machine runs."""
+    """Return the instruction sets that the library contains and this machine supports."""
     library, supported = ctypes.CDLL(str(path)), []
     flags = Path("/proc/cpuinfo").read_text() if Path("/proc/cpuinfo").exists() else ""
     needed = {"avx512": ("avx512f", "avx512bw", "avx512dq", "avx512vl"), "avx2": ("avx2", "fma", "f16c")}
@@ -101,7 +101,7 @@ def instruction_sets(path: Path) -> list[str]:
 
 
 def errors(libraries: list[Library], function: Function, x: np.ndarray) -> list[tuple[float, float]]:
-    """For every library the largest error in ULP over the numbers within the function's domain, and where it is."""
+    """Return for every library the largest error in ULP in the function's range, and where it is."""
     kind = np.finfo(x.dtype)
     x = x[function.domain(x, kind)]
     if not x.size:
@@ -132,7 +132,7 @@ def all_floats(function: Function) -> Iterator[np.ndarray]:
 
 
 def sample(dtype: type, count: int, seed: int = 0) -> np.ndarray:
-    """Numbers of every size, about where the functions are used, and near integers and halves."""
+    """Return numbers of every magnitude, near integers and halves, and in the range of actual use."""
     random = np.random.default_rng(seed)
     word = np.uint32 if dtype == np.float32 else np.uint64
     bits: np.ndarray = random.integers(0, np.iinfo(word).max, count, dtype=word, endpoint=True).view(dtype)

@@ -1,4 +1,4 @@
-"""The coefficients of exp2 in csrc/simd.h, computed anew: Remez' algorithm in many digits.
+"""The coefficients of exp2 in csrc/simd.h, recomputed by Remez' algorithm in high precision.
 
 p(f) = 1 + f r(f) approximates 2^f on [-1/2, 1/2] with the least relative error. r is the best approximation of
 (2^f - 1) / f with the weight |f| / 2^f, found by exchanging the points at which the error alternates.

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 import torch
-from tools.differential import FAMILIES, Finding, check, replay, simplest
+from tools.differential import FAMILIES, Finding, check, replay, simplify
 from tools.differential.__main__ import main
 from tools.differential.draw import Draw
 from torch import Tensor, nn
@@ -118,7 +118,7 @@ def test_a_finding_is_made_simpler_and_can_be_replayed(monkeypatch: pytest.Monke
     monkeypatch.setattr(rg.nn.Last, "forward", last_column)
     chosen = {"pooling": 3, "d_model": 2, "number of lengths": 2, "filler": 1, "spare columns": 2}
     finding = first("pooling", ["float32"], chosen)
-    small = simplest(finding)
+    small = simplify(finding)
     assert set(small.fixed) <= {"pooling", "spare columns", "number of lengths"}
     assert "pooling: 'last'" in str(small)
     with pytest.raises(AssertionError, match="off by"):

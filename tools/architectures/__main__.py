@@ -51,7 +51,7 @@ def _read(path: Path) -> dict[str, dict]:
 
 
 def _run(name: str, seconds: float, gigabytes: float) -> dict:
-    """Compare in a process of its own, so that one that hangs or runs out of memory does not stop the others."""
+    """Compare in a separate process, so that one that hangs or runs out of memory does not stop the others."""
     receive, send = os.pipe()
     child = os.fork()
     if not child:

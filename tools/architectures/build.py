@@ -26,7 +26,7 @@ _FIRST = (
 
 
 class NotBuiltError(Exception):
-    """No tiny model, or no inputs for it."""
+    """No tiny model could be built, or no inputs for it."""
 
 
 def architectures() -> list[str]:

@@ -97,7 +97,7 @@ def _judge(name: str, check: Callable, eager: Any, ours: Any, expected: Result, 
 
 
 def _equal_in_float64(check: Callable, eager: Any, ours: Any) -> bool:
-    """Whether a difference is one of rounding."""
+    """Return whether a difference vanishes in float64, and so is due to rounding."""
     try:
         expected, actual = (check(copy.deepcopy(model).double()) for model in (eager, ours))
     except Exception:
@@ -130,7 +130,7 @@ def _status(row: dict[str, Any]) -> str:
 
 
 def _cover(model: Any, inputs: dict, row: dict) -> list[str] | str:
-    """The modules that do not run regard; a note for each that ran without it and is in no warning."""
+    """Return the modules that do not run regard; add a note for each that no warning names."""
     try:
         report = coverage(model, **inputs)
     except NotImplementedError:
@@ -234,7 +234,7 @@ def _tensors(output: Any) -> Result:
 
 
 def _differences(actual: Result, expected: Result) -> dict[str, float]:
-    """The relative differences above `CLOSE`; a tensor that is missing, or of another shape, differs infinitely."""
+    """Return the relative differences above `CLOSE`: infinite for a tensor that is missing or has another shape."""
     differences = {}
     largest = max((_size(value) for key, value in expected.items() if key.startswith("grad.")), default=0.0)
     for key, value in expected.items():

@@ -80,7 +80,7 @@ _COUNTS = ("num_hidden_layers", "n_layer", "n_layers", "num_layers")
 
 
 def shrink(values: dict[Any, Any], model_type: str = "") -> dict[Any, Any]:
-    """A configuration's dictionary with every size cut down."""
+    """Return the dictionary of a configuration with every size reduced."""
     kept = _kept_layers(values)
     small: dict[Any, Any] = {}
     for key, value in values.items():
@@ -111,13 +111,13 @@ def shrink(values: dict[Any, Any], model_type: str = "") -> dict[Any, Any]:
 
 
 def _depth(values: dict[Any, Any]) -> int:
-    """The number of layers, where the configuration gives it and it is more than is kept."""
+    """Return the number of layers, if the configuration has one and it exceeds what is kept."""
     counts = [values[key] for key in _COUNTS if type(values.get(key)) is int]
     return counts[0] if counts and counts[0] > LAYERS else -1
 
 
 def _kept_layers(values: dict[Any, Any]) -> list[int]:
-    """One layer of every kind, by the fields that give something per layer; all others are alike."""
+    """Return the indices of one layer of every kind, according to the fields with one entry per layer."""
     depth = _depth(values)
     if depth < 0:
         return []

@@ -58,7 +58,7 @@ def write(path: Path, rows: list[dict]) -> None:
 
 
 def _checks(checks: dict[str, str]) -> str:
-    """The checks that the model offers; what is not exact is named."""
+    """Return the checks of the model, naming those that are not exact."""
     done = [f"{name}: {checks[name]}" if checks[name] != "exact" else name for name in CHECKS if name in checks]
     return "all" if done == list(CHECKS) else ", ".join(done)
 

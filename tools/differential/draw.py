@@ -1,4 +1,4 @@
-"""Random choices that have names, so that a configuration can be printed, replayed and made simpler."""
+"""Random choices with names, so that a configuration can be printed, replayed and simplified."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The yardstick: one sequence after the other, by the reference engine, in attention written out plainly."""
+"""The yardstick: one sequence after the other, with the reference engine and attention modules written step by step."""
 
 from __future__ import annotations
 
@@ -16,8 +16,8 @@ from regard.nn import LayerContext, MultiHeadAttention
 
 
 @contextmanager
-def plainly() -> Iterator[None]:
-    """Within, only the reference engine computes, and `MultiHeadAttention` is `multi_head`."""
+def use_reference() -> Iterator[None]:
+    """Inside this context, only the reference engine computes, and `MultiHeadAttention` runs `multi_head`."""
     with ExitStack() as stack:
         for name in [name for name in ENGINES if name != "reference"]:
             stack.enter_context(exclude_engine(name))

@@ -1,4 +1,4 @@
-"""Draws subjects, runs them in many ways, and makes what fails as simple as it can."""
+"""Draw subjects, run them in many ways, and simplify what fails."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ SHRINKING = 20.0  # seconds
 
 @dataclass(frozen=True)
 class Finding:
-    """A way that differs from the yardstick, or raises, and the configuration that does so."""
+    """A way that raises or differs from the yardstick, and its configuration."""
 
     family: str
     seed: int
@@ -34,7 +34,7 @@ class Finding:
     shown: dict[str, str]
 
     def explains(self, other: Finding) -> bool:
-        """Whether the other is of the same family and way, or form, and has made the same choices."""
+        """Return whether the other finding has the same family, the same way or form, and these choices."""
         alike = set(self.way.rsplit("/", 1)) & set(other.way.rsplit("/", 1))
         return self.family == other.family and bool(alike) and self.fixed.items() <= other.fixed.items()
 
@@ -76,11 +76,11 @@ def check(
     fixed: Mapping[str, int] | None = None,
     counts: Counter[str] | None = None,
 ) -> Iterator[Finding]:
-    """What these ways find in one configuration; runs that held are counted by family in `counts`."""
+    """Yield the findings of these ways in one configuration; `counts` counts the runs that held, by family."""
     try:
         draw, subject, yardstick = prepare(family, seed, fixed)
     except Exception as error:
-        yield Finding(family, seed, "yardstick", described(error), {}, {})
+        yield Finding(family, seed, "yardstick", describe_error(error), {}, {})
         return
     for name, function, run in runs(subject, yardstick, draw, ways):
         torch.manual_seed(seed)
@@ -89,19 +89,19 @@ def check(
         except NotApplicable:
             continue
         except Exception as error:
-            yield found(family, name, described(error), draw)
+            yield make_finding(family, name, describe_error(error), draw)
             continue
         if counts is not None:
             counts[family] += 1
 
 
-def found(family: str, way: str, reason: str, draw: Draw) -> Finding:
+def make_finding(family: str, way: str, reason: str, draw: Draw) -> Finding:
     fixed = {name: number for name, number in draw.chosen.items() if number}
     return Finding(family, draw.seed, way, reason, fixed, dict(draw.shown))
 
 
-def simplest(finding: Finding, seconds: float = SHRINKING) -> Finding:
-    """The same finding with as many choices as possible at their first option."""
+def simplify(finding: Finding, seconds: float = SHRINKING) -> Finding:
+    """Return the finding with as many choices as possible at their first option."""
     until = time.monotonic() + seconds
     kind = finding.reason.split(":")[0] if finding.reason.startswith("raises") else "sequence"
     again = True
@@ -112,28 +112,28 @@ def simplest(finding: Finding, seconds: float = SHRINKING) -> Finding:
                 if time.monotonic() > until:
                     return finding
                 fixed = finding.fixed | {name: less}
-                reason = failure(finding, fixed)
+                reason = why_it_fails(finding, fixed)
                 if reason is None or reason.startswith("raises") != kind.startswith("raises"):
                     continue
                 draw, _, _ = prepare(finding.family, finding.seed, fixed)
                 draw.chosen |= {name: number for name, number in fixed.items() if name in draw.chosen}
-                finding, again = found(finding.family, finding.way, reason, draw), True
+                finding, again = make_finding(finding.family, finding.way, reason, draw), True
                 break
     return finding
 
 
-def failure(finding: Finding, fixed: Mapping[str, int]) -> str | None:
-    """Why the way fails with other choices, or None if it does not."""
+def why_it_fails(finding: Finding, fixed: Mapping[str, int]) -> str | None:
+    """Return why the way fails with these choices, or None if it does not."""
     try:
         replay(finding.family, seed=finding.seed, way=finding.way, fixed=fixed)
     except NotApplicable:
         return None
     except Exception as error:
-        return described(error)
+        return describe_error(error)
     return None
 
 
-def confirmed(finding: Finding) -> bool:
+def is_confirmed(finding: Finding) -> bool:
     """Whether other numbers fail too.
 
     A gradient jumps where a ReLU's input or the difference of two maxima is within a rounding of 0: that is no error,
@@ -142,10 +142,10 @@ def confirmed(finding: Finding) -> bool:
     if not finding.way.rsplit("/", 1)[1].startswith(("gradients", "checkpointing", "jvp", "duals")):
         return True
     others = [finding.fixed | {"values": number} for number in range(4) if number != finding.fixed.get("values")]
-    return any(failure(finding, fixed) is not None for fixed in others)
+    return any(why_it_fails(finding, fixed) is not None for fixed in others)
 
 
-def described(error: Exception) -> str:
+def describe_error(error: Exception) -> str:
     if isinstance(error, Mismatch):
         return str(error)
     frames = [frame for frame in traceback.extract_tb(error.__traceback__) if "/regard/" in frame.filename]
@@ -176,9 +176,9 @@ def search(
                 if not ways and random.randrange(COMPILED) == 0:
                     chosen.append("compiled")
                 for finding in check(family, random.randrange(2**31), chosen, counts=counts):
-                    if any(known.explains(finding) for known in findings) or not confirmed(finding):
+                    if any(known.explains(finding) for known in findings) or not is_confirmed(finding):
                         continue
-                    finding = simplest(finding)
+                    finding = simplify(finding)
                     if any(known.explains(finding) for known in findings):
                         continue
                     findings.append(finding)

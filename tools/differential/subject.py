@@ -17,7 +17,7 @@ Item = tuple[Tensor, ...]
 
 
 class Rows(NamedTuple):
-    """Some rows of a sequence's result, where a form gives no more: the logits of the last token of each step."""
+    """Some rows of a sequence's result, for forms that return no others: the logits of the last token of each step."""
 
     at: list[int]
     values: Tensor
@@ -49,8 +49,8 @@ class Subject:
     saves: bool = False
 
 
-def by_itself(call: Callable[..., Tensor]) -> Callable[[Any, Item], Tensor]:
-    """`plain` of a module that is called with a batch: as a batch of one."""
+def as_batch_of_one(call: Callable[..., Tensor]) -> Callable[[Any, Item], Tensor]:
+    """Return `plain` for a module that takes a batch: a call with a batch of one."""
     return lambda module, item: call(module, *(part[None] for part in item))[0]
 
 
@@ -59,7 +59,7 @@ def forward(module: nn.Module, *inputs: Any, mask: Tensor | None = None) -> Any:
 
 
 def alone(plain: Callable[[Any, Item], Tensor]) -> Form:
-    """Every sequence on its own, as the reference path computes it."""
+    """Compute every sequence alone, as the reference path does."""
     return lambda module, items: [plain(module, item) for item in items]
 
 
@@ -178,7 +178,7 @@ def sequence_forms(
         return list(out) if pooled else rg.unpack(out)
 
     def with_empty(module: nn.Module, items: Sequence[Item]) -> Sequence[Tensor]:
-        """An empty sequence among the others changes none of them, and gives no NaN of its own."""
+        """Add an empty sequence, which must not change the others and must not be NaN."""
         place = draw.random("place of the empty sequence").randint(0, len(items))
         every = [*items[:place], tuple(part[:0] for part in items[0]), *items[place:]]
         outputs = list(packed(module, every))
@@ -197,7 +197,7 @@ def sequence_forms(
 
 
 def lengths_of(draw: Draw, *, least: int = 1, name: str = "lengths") -> list[int]:
-    """Lengths of a few sequences: mostly short, sometimes alike, sometimes beyond a tile."""
+    """Draw the lengths of a few sequences: mostly short, sometimes equal, sometimes longer than a tile."""
     count = draw.pick(f"number of {name}", [1, 2, 3, 5])
     kind = draw.pick(f"kind of {name}", ["short", "alike", "mixed", "long"])
     random = draw.random(name)
@@ -221,7 +221,7 @@ def tokens(draw: Draw, length: int, vocabulary: int, *, name: str) -> Tensor:
 
 @torch.no_grad()
 def vary(module: nn.Module, seed: int) -> nn.Module:
-    """Weights that hide nothing: biases are not 0, norms not 1, and small tables not small."""
+    """Change weights so that they cannot hide a bug: biases are not 0, norms not 1, and tables not small."""
     generator = torch.Generator().manual_seed(seed)
     for parameter in module.parameters():
         if parameter.dim() < 2:
@@ -232,7 +232,7 @@ def vary(module: nn.Module, seed: int) -> nn.Module:
 
 
 def fresh(build: Callable[[], nn.Module], draw: Draw) -> Callable[[], nn.Module]:
-    """A maker of modules whose weights follow from the draw."""
+    """Return a function that builds the module with weights that follow from the draw."""
 
     def make() -> nn.Module:
         seed = draw.random("weights").randrange(2**31)

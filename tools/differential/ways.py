@@ -19,7 +19,7 @@ from torch.autograd import forward_ad
 import regard as rg
 from regard.engines import packed_linear
 from tools.differential.draw import Draw
-from tools.differential.reference import plainly
+from tools.differential.reference import use_reference
 from tools.differential.subject import Form, Item, Padded, Result, Rows, Subject
 
 FLOAT64 = 1e-9  # of the largest number
@@ -36,7 +36,7 @@ class Mismatch(AssertionError):
 
 @dataclass
 class Yardstick:
-    """What a module gives for every sequence, computed plainly in float64 and, for its roundings, in other dtypes."""
+    """Expected results of every sequence by the plain path in float64, and in other dtypes to judge rounding."""
 
     subject: Subject
     module: nn.Module
@@ -59,14 +59,14 @@ class Yardstick:
     def outputs(self, dtype: torch.dtype = torch.float64) -> list[Tensor]:
         if dtype not in self.memory:
             module, items = convert(self.module, dtype), converted(self.subject.items, dtype)
-            with torch.no_grad(), plainly():
+            with torch.no_grad(), use_reference():
                 self.memory[dtype] = [out.double() for out in self.plain(module, items)]
         return self.memory[dtype]
 
     def gradients(self, dtype: torch.dtype = torch.float64) -> dict[str, Tensor]:
         if ("gradients", dtype) not in self.memory:
             module, items = convert(self.module, dtype), learned(converted(self.subject.items, dtype))
-            with plainly():
+            with use_reference():
                 outs = self.plain(module, items)
                 self.memory["gradients", dtype] = gradients(module, items, outs, self.weights)
         return self.memory["gradients", dtype]
@@ -96,7 +96,7 @@ class Yardstick:
 
 
 def compare(name: str, actual: Tensor, right: Tensor, own: Tensor | None, scale: float, dtype: torch.dtype) -> None:
-    """Raise if `found` is farther from `right` than allowed; `own` is the plain path in the dtype of `found`."""
+    """Raise if `actual` is farther from `right` than allowed; `own` is the plain path in the dtype of `actual`."""
     if actual.shape != right.shape:
         raise Mismatch(f"{name}: the result is {tuple(actual.shape)}, expected {tuple(right.shape)}")
     if not actual.numel():
@@ -347,7 +347,7 @@ def duals_float64(run: Run) -> None:
 
 
 class Caller(nn.Module):
-    """A module whose forward is a function of another: functional_call reaches every method of it."""
+    """A module whose forward is any function of another one, so that functional_call can call every method."""
 
     def __init__(self, module: nn.Module) -> None:
         super().__init__()

@@ -31,7 +31,7 @@ def exact(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None = None) -> Tensor
 
 
 def error(actual: Tensor, expected: Tensor) -> float:
-    """The largest difference in units of the rounding of the dtype of `found` (NaN if there is a NaN).
+    """The largest difference in units of the rounding of the dtype of `actual` (NaN if there is a NaN).
 
     >>> import torch
     >>> error(torch.tensor([1.0, 2.0]), torch.tensor([1.0, 2.0]))

@@ -22,7 +22,7 @@ from tools.differential.subject import (
     Item,
     Subject,
     alone,
-    by_itself,
+    as_batch_of_one,
     forward,
     fresh,
     lengths_of,
@@ -40,7 +40,7 @@ def speech(draw: Draw) -> Subject:
         after=draw.pick("after", [0, 1, 4]),
     )  # fmt: skip
     lengths = lengths_of(draw)
-    plain = by_itself(forward)
+    plain = as_batch_of_one(forward)
     filler = draw.pick("filler", ["zeros", "noise", "nan"])
 
     def padded(module: Any, items: Sequence[Item]) -> list[Tensor]:
@@ -76,7 +76,7 @@ def wav2vec2(draw: Draw) -> Subject:
         arrangement=draw.pick("arrangement", ["post", "pre"]),
     )  # fmt: skip
     lengths = lengths_of(draw, least=20)
-    plain = by_itself(forward)
+    plain = as_batch_of_one(forward)
 
     def padded(module: Any, items: Sequence[Item]) -> list[Tensor]:
         layout = right(lengths, draw.pick("spare columns", [0, 1, 5]))
@@ -199,7 +199,7 @@ def detection(draw: Draw) -> Subject:
 def set_transformer(draw: Draw) -> Subject:
     points, seeds, lengths = draw.pick("points", [1, 4]), draw.pick("seeds", [1, 2]), lengths_of(draw)
     config = models.SetConfig(3, **common(draw), points=points, seeds=seeds, classes=3)
-    plain, filler = by_itself(forward), draw.pick("filler", ["zeros", "noise"])
+    plain, filler = as_batch_of_one(forward), draw.pick("filler", ["zeros", "noise"])
     forms = {"alone": alone(plain)} | sequence_forms(draw, forward, lengths, pooled=True, filler=filler)
     forms["shuffled"] = lambda module, items: [module(x[torch.randperm(len(x))][None])[0] for (x,) in items]
     items = [(x,) for x in hidden(draw, lengths, 3)]
@@ -234,7 +234,7 @@ def match(draw: Draw) -> Subject:
     items = list(
         zip([noise(draw, 2, 8, 12, name=f"image {n}") for n in range(len(lengths))], ids(draw, lengths), strict=True)
     )
-    plain = by_itself(forward)
+    plain = as_batch_of_one(forward)
 
     def padded(layout: Any, module: Any, items: Sequence[Item]) -> list[Tensor]:
         images = torch.stack([image for image, _ in items])
@@ -251,7 +251,7 @@ def resnet(draw: Draw) -> Subject:
     norm, bottleneck = draw.pick("norm", ["frozen", "group", "batch"]), draw.pick("bottleneck", [False, True])
     config = models.ResNetConfig(stem=8, widths=(8, 16), depths=(1, 2), bottleneck=bottleneck, norm=norm)
     items = [(noise(draw, 3, 20, 17, name=f"image {n}"),) for n in range(draw.pick("images", [1, 2]))]
-    plain = by_itself(forward)
+    plain = as_batch_of_one(forward)
     forms: dict[str, Form] = {
         "alone": alone(plain),
         "batch": lambda module, items: list(module(torch.stack([image for (image,) in items]))),

@@ -29,7 +29,7 @@ from tools.differential.subject import (
     Item,
     Subject,
     alone,
-    by_itself,
+    as_batch_of_one,
     forward,
     fresh,
     lengths_of,
@@ -106,7 +106,7 @@ def stack_forms(
 def self_attention(draw: Draw) -> Subject:
     size, lengths = sizes(draw), lengths_of(draw)
     about = described(draw, 1, size.d_head, size.d_value)
-    plain = by_itself(forward)
+    plain = as_batch_of_one(forward)
 
     def call(module: nn.Module, x: Tensor, context: LayerContext) -> Tensor:
         return module(x, mask=context.mask)
@@ -126,7 +126,7 @@ def multi_head_attention(draw: Draw) -> Subject:
     def call(module: nn.Module, x: Tensor, *, context: LayerContext | None = None, cache: Any = None) -> Tensor:
         return module(x, context=context, cache=cache)
 
-    plain = by_itself(forward)
+    plain = as_batch_of_one(forward)
     caches = {
         "own": lambda module: module.cache(), "Cache": lambda module: rg.nn.Cache(2),
         "FixedCache": lambda module: rg.nn.FixedCache(200),
@@ -201,7 +201,7 @@ def cross_attention(draw: Draw) -> Subject:
             outputs.append(torch.cat([module(piece[None], source[None], cache=memory)[0] for piece in pieces]))
         return outputs
 
-    plain = by_itself(call)
+    plain = as_batch_of_one(call)
     items = list(zip(hidden(draw, lengths, size.d_model), hidden(draw, sources, d_source, "source"), strict=True))
     forms = {"alone": alone(plain)} | pair_forms(draw, items, call)
     if rotary(draw, size.d_head) is not None:  # a source has no positions of its own: its keys are at 0, 1, 2, ...
@@ -222,7 +222,7 @@ def additive_attention(draw: Draw) -> Subject:
     ) -> Tensor:
         return module(x, source, mask=None if cross_context is None else cross_context.mask)
 
-    plain = by_itself(call)
+    plain = as_batch_of_one(call)
     build = partial(rg.nn.AdditiveAttention, 6, 10, draw.pick("d_hidden", [4, 8, 24]))
     return Subject(fresh(build, draw), items, plain, {"alone": alone(plain)} | pair_forms(draw, items, call))
 
@@ -267,7 +267,7 @@ def graph_attention(draw: Draw) -> Subject:
 @family
 def feed_forward(draw: Draw) -> Subject:
     lengths, d_model = lengths_of(draw), draw.pick("d_model", [8, 12, 32])
-    plain = by_itself(forward)
+    plain = as_batch_of_one(forward)
 
     def build() -> nn.Module:
         return nn.Sequential(NORMS[draw.pick("norm", list(NORMS))](d_model), feedforward(draw, d_model))
@@ -311,7 +311,7 @@ def encoder(draw: Draw) -> Subject:
     def call(module: nn.Module, x: Tensor, *, context: LayerContext | None = None, cache: Any = None) -> Tensor:
         return module(x, context=context, cache=cache)
 
-    plain = by_itself(forward)
+    plain = as_batch_of_one(forward)
     forms = {"alone": alone(plain)} | stack_forms(draw, lengths, call, lambda module: module.cache(), about)
     items = [(x,) for x in hidden(draw, lengths, size.d_model)]
     return Subject(fresh(build, draw), items, plain, forms, frozenset({"stepwise"}), compiles=frozenset({"alone"}))
@@ -344,7 +344,7 @@ def decoder(draw: Draw) -> Subject:
             )
         return outputs
 
-    plain = by_itself(forward)
+    plain = as_batch_of_one(forward)
     items = list(zip(hidden(draw, lengths, size.d_model), hidden(draw, sources, size.d_model, "source"), strict=True))
     forms = {"alone": alone(plain), "stepwise": stepwise} | pair_forms(draw, items, call)
     return Subject(fresh(build, draw), items, plain, forms, frozenset({"stepwise"}))
@@ -394,7 +394,7 @@ def sets(draw: Draw) -> Subject:
             return rg.nn.SeedPooling(width, points, cross_block(draw, width, heads))
         return rg.nn.InducedBlock(width, points, cross_block(draw, width, heads), cross_block(draw, width, heads))
 
-    plain = by_itself(forward)
+    plain = as_batch_of_one(forward)
     forms = sequence_forms(
         draw, forward, lengths, pooled=kind == "seeds", filler=draw.pick("filler", ["zeros", "noise"])
     )

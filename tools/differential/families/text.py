@@ -20,7 +20,7 @@ from tools.differential.subject import (
     Rows,
     Subject,
     alone,
-    by_itself,
+    as_batch_of_one,
     forward,
     fresh,
     lengths_of,
@@ -89,7 +89,7 @@ def text(draw: Draw) -> Subject:
     def call(module: nn.Module, x: Any, segments: Any = None, mask: Tensor | None = None) -> Any:
         return module(x, mask, segments=segments)
 
-    plain = by_itself(call)
+    plain = as_batch_of_one(call)
     forms = {"alone": alone(plain)} | sequence_forms(draw, call, lengths, pooled=pooled, gaps=True)
     compiles = frozenset({"alone", "right", "left", "holes"})
     return Subject(
@@ -153,7 +153,7 @@ def pieces(draw: Draw, module: Any, items: Sequence[Item]) -> list[Rows]:
 @family
 def language(draw: Draw) -> Subject:
     config, lengths = language_config(draw), lengths_of(draw)
-    plain = by_itself(forward)
+    plain = as_batch_of_one(forward)
     forms = {"alone": alone(plain)} | sequence_forms(draw, forward, lengths, gaps=True)
     forms |= {"generation": partial(generation, draw), "pieces": partial(pieces, draw)}
     return Subject(
@@ -270,7 +270,7 @@ def translation(draw: Draw) -> Subject:
     sources = [draw.random(f"source {n}").randint(1, 20) for n in range(len(lengths))]
     target = start_with(config.start, ids(draw, lengths, targets or VOCABULARY, "target"))
     items = list(zip(ids(draw, sources, name="source"), target, strict=True))
-    plain = by_itself(forward)
+    plain = as_batch_of_one(forward)
     forms = {"alone": alone(plain)} | pair_forms(draw, items, ("right", "left", "holes"))
     return Subject(fresh(lambda: kind(config), draw), items, plain, forms, stepwise_names(forms), saves=True)
 
@@ -305,7 +305,7 @@ def whisper(draw: Draw) -> Subject:
     lengths = lengths_of(draw, name="targets")
     sources = [draw.random(f"source {n}").randint(1, 40) for n in range(len(lengths))]
     items = list(zip(hidden(draw, sources, 5, "source"), start_with(config.start, ids(draw, lengths)), strict=True))
-    plain = by_itself(forward)
+    plain = as_batch_of_one(forward)
     forms = {"alone": alone(plain)} | pair_forms(
         draw, items, ("right",), draw.pick("filler", ["zeros", "noise", "nan"])
     )
