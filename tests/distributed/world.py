@@ -18,7 +18,7 @@ import torch.distributed as dist
 
 CONTEXT = multiprocessing.get_context("forkserver")
 PRELOADED = [
-    *(f"tests.distributed.{name}" for name in ("behaviour", "cases", "failing", "measured", "shared_models", "world")),
+    *(f"tests.distributed.{name}" for name in ("behaviour", "cases", "failing_ranks", "peak_memory", "sharded_models", "training_step")),
     "torch._dynamo",  # autograd and checkpointing import parts of it
 ]
 CONTEXT.set_forkserver_preload(PRELOADED)
@@ -29,8 +29,8 @@ def run(
 ) -> list[Any]:
     """Run `function(rank, *args)` in the processes of one group; return the result or the exception of each.
 
-    A process that ends without a word gives None. All have so many seconds, and `grace` seconds behind the first that
-    fails; one that takes longer is killed, and gives a TimeoutError. `timeout` is the group's.
+    A process that ends without a result gives None. Processes that run longer than `seconds`, or than `grace` after the first
+    failure, are killed and give a TimeoutError. `timeout` is that of the group.
     """
     results: list[Any] = [TimeoutError("it took too long")] * ranks
     with tempfile.TemporaryDirectory() as folder:
