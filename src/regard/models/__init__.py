@@ -5,7 +5,7 @@ from regard.models.checkpoints import load, save, tokenizer
 from regard.models.detection import Detr, DetrConfig
 from regard.models.dual_encoder import DualEncoder, DualEncoderConfig
 from regard.models.graph import GraphConfig, NodeClassifier
-from regard.models.language import LanguageConfig, LanguageModel
+from regard.models.language import DeltaSizes, LanguageConfig, LanguageModel, LatentSizes
 from regard.models.match import ImageTextMatcher, MatchConfig
 from regard.models.pointer import PointerTransformer
 from regard.models.recommend import Recommender
@@ -28,6 +28,7 @@ from regard.models.wav2vec2 import Wav2Vec2, Wav2Vec2Config
 from regard.models.whisper import Whisper, WhisperConfig
 
 __all__ = [
+    "DeltaSizes",
     "Detr",
     "DetrConfig",
     "DualEncoder",
@@ -37,6 +38,7 @@ __all__ = [
     "ImageTextMatcher",
     "LanguageConfig",
     "LanguageModel",
+    "LatentSizes",
     "MaskedLanguageModel",
     "MatchConfig",
     "NodeClassifier",

@@ -23,20 +23,61 @@ from regard.nn import (
     Encoder,
     Experts,
     FeedForward,
+    GatedDeltaNet,
     GatedFeedForward,
+    LatentAttention,
     LayerContext,
     LogitsProcessor,
     MultiHeadAttention,
+    OutputGate,
     Packed,
     Rotary,
+    Routing,
     TokenNorm,
     linear,
 )
 from regard.nn.dropout import dropout
+from regard.nn.experts import CHOSEN
 from regard.nn.generate import GenerationState, Greedy, Sample, Strategy, generate, generate_steps, stop_tokens
 from regard.nn.loss import token_loss
 from regard.nn.recurrent import LayerCache
 from regard.scores import Dot
+
+
+@dataclass(frozen=True)
+class LatentSizes:
+    """Sizes of `nn.LatentAttention` in a language model; d_head is that of the model.
+
+    >>> from regard.models import LanguageConfig, LanguageModel, LatentSizes
+    >>> latent = LatentSizes(d_latent=16, d_rotary=4, d_value=8)
+    >>> config = LanguageConfig(vocabulary=100, d_model=32, layers=2, heads=4, d_hidden=64, bias=False, latent=latent)
+    >>> type(LanguageModel(config).stack.layers[0].attention).__name__
+    'LatentAttention'
+    """
+
+    d_latent: int
+    d_rotary: int
+    d_value: int
+    d_query_latent: int | None = None
+
+
+@dataclass(frozen=True)
+class DeltaSizes:
+    """Sizes of `nn.GatedDeltaNet` in a language model.
+
+    >>> from regard.models import DeltaSizes, LanguageConfig, LanguageModel
+    >>> delta = DeltaSizes(heads=2, value_heads=4, d_head=8, d_value=8)
+    >>> sizes = {"vocabulary": 100, "d_model": 32, "layers": 4, "heads": 4, "d_hidden": 64}
+    >>> model = LanguageModel(LanguageConfig(**sizes, delta=delta, delta_layers=(True, True, True, False)))
+    >>> [type(layer.attention).__name__ for layer in model.stack.layers[2:]]
+    ['GatedDeltaNet', 'MultiHeadAttention']
+    """
+
+    heads: int
+    value_heads: int
+    d_head: int
+    d_value: int
+    width: int = 4
 
 
 @dataclass(frozen=True)
@@ -54,7 +95,11 @@ class LanguageConfig:
     windows: sliding-window sizes, cycled over the layers; None is no limit: (4096, None) alternates between the two.
     sinks: whether each head has a learned sink logit, which takes weight and gives no value (gpt-oss).
     experts: number of `nn.Experts` per layer, 0 for a feed-forward layer; each token uses `experts_per_token`.
-    gate_limit: `limit` of the experts.
+    gate_limit: `limit` of the experts. routing: how they are chosen. d_expert: width of an expert, d_hidden by default.
+    d_shared: width of the feed-forward layer that all tokens use in addition, 0 for none; `shared_gate` gates it.
+    dense_layers: which layers have a feed-forward layer instead of experts, cycled over the layers.
+    latent: sizes of a multi-head latent attention (DeepSeek). output_gate: a gate on the heads' outputs (Qwen3-Next).
+    delta, delta_layers: sizes of a gated DeltaNet, and which layers have it instead of attention, cycled.
     scale, softcap: of the scores. final_softcap: of the logits. embedding_scale: factor of the token embeddings.
     attention_dropout: dropout of attention weights, `dropout` by default.
 
@@ -88,6 +133,15 @@ class LanguageConfig:
     experts: int = optional_count(0)
     experts_per_token: int = 1
     gate_limit: float | None = None
+    routing: Routing = CHOSEN
+    d_expert: int | None = same_as("d_hidden")
+    d_shared: int = optional_count(0)
+    shared_gate: bool = False
+    dense_layers: tuple[bool, ...] = per_layer(())
+    latent: LatentSizes | None = None
+    output_gate: bool = False
+    delta: DeltaSizes | None = None
+    delta_layers: tuple[bool, ...] = per_layer(())
     scale: float | None = None
     softcap: float | None = None
     final_softcap: float | None = None
@@ -245,25 +299,74 @@ def _build_blocks(config: LanguageConfig) -> list[Block]:
         raise ValueError("rotary and layer_rotary are alternatives; pass one of them")
     # Layers with the same window share one description and its plans, unless they have sinks of their own.
     shared = {width: _build_attention(config, width) for width in {*(config.windows or (None,))}}
+
+    def attention(n: int) -> nn.Module:
+        if delta[n]:
+            return _build_delta(config)
+        width, rotary = windows[n % len(windows)], rotaries[n % len(rotaries)]
+        attend = _build_attention(config, width) if config.sinks else shared[width]
+        if config.latent is not None:
+            return _build_latent(config, attend, rotary)
+        d_head = config.d_head or config.d_model // config.heads
+        return MultiHeadAttention(
+            config.d_model,
+            config.heads,
+            kv_heads=config.kv_heads,
+            d_head=config.d_head,
+            attend=attend,
+            rotary=rotary,
+            query_norm=_build_qk_norm(config, config.heads),
+            key_norm=_build_qk_norm(config, config.kv_heads or config.heads),
+            gate=OutputGate(config.d_model, config.heads * d_head, bias=_qkv_bias(config))
+            if config.output_gate
+            else None,
+            bias=_qkv_bias(config),
+            output_bias=config.bias if config.output_bias is None else config.output_bias,
+        )
+
+    dense = cycle(config.dense_layers or (not config.experts,), config.layers)
+    delta = cycle(config.delta_layers or (False,), config.layers)
     return [
         Block(
-            MultiHeadAttention(
-                config.d_model,
-                config.heads,
-                kv_heads=config.kv_heads,
-                d_head=config.d_head,
-                attend=_build_attention(config, width) if config.sinks else shared[width],
-                rotary=rotary,
-                query_norm=_build_qk_norm(config, config.heads),
-                key_norm=_build_qk_norm(config, config.kv_heads or config.heads),
-                bias=config.bias if config.qkv_bias is None else config.qkv_bias,
-                output_bias=config.bias if config.output_bias is None else config.output_bias,
-            ),
-            _build_feedforward(config),
+            attention(n),
+            _build_feedforward(config, dense=dense[n]),
             residual=lambda: arrangement(config.d_model, norm, dropout=config.dropout),
         )
-        for width, rotary in ((windows[n % len(windows)], rotaries[n % len(rotaries)]) for n in range(config.layers))
+        for n in range(config.layers)
     ]
+
+
+def _qkv_bias(config: LanguageConfig) -> bool:
+    return config.bias if config.qkv_bias is None else config.qkv_bias
+
+
+def _build_delta(config: LanguageConfig) -> nn.Module:
+    if config.delta is None:
+        raise ValueError("delta_layers needs the sizes of the layers; set `delta`")
+    sizes = config.delta
+    return GatedDeltaNet(
+        config.d_model, sizes.heads, value_heads=sizes.value_heads, d_head=sizes.d_head, d_value=sizes.d_value,
+        width=sizes.width, eps=config.eps,
+    )  # fmt: skip
+
+
+def _build_latent(config: LanguageConfig, attend: Attention, rotary: Rotary | None) -> nn.Module:
+    sizes = config.latent
+    assert sizes is not None
+    others = {"qk_norm": config.qk_norm, "output_gate": config.output_gate}
+    if (
+        any(others.values())
+        or config.kv_heads not in (None, config.heads)
+        or _qkv_bias(config) != bool(config.output_bias)
+    ):
+        raise ValueError(
+            "latent attention has as many key/value heads as heads, one bias setting, no qk_norm and no output_gate"
+        )
+    return LatentAttention(
+        config.d_model, config.heads, d_latent=sizes.d_latent, d_query_latent=sizes.d_query_latent,
+        d_head=config.d_head, d_rotary=sizes.d_rotary, d_value=sizes.d_value, attend=attend, rotary=rotary,
+        bias=_qkv_bias(config),
+    )  # fmt: skip
 
 
 def _build_attention(config: LanguageConfig, width: int | None) -> Attention:
@@ -283,17 +386,25 @@ def _build_qk_norm(config: LanguageConfig, heads: int) -> nn.Module | None:
     return choose("qk_norm_span", config.qk_norm_span, spans)()
 
 
-def _build_feedforward(config: LanguageConfig) -> nn.Module:
+def _build_feedforward(config: LanguageConfig, *, dense: bool) -> nn.Module:
     d_model, d_hidden, bias = config.d_model, config.d_hidden, config.bias
     activation = choose("activation", config.activation, ACTIVATIONS)
     if not config.experts:
-        if config.gate_limit is not None:
-            raise ValueError("gate_limit is an option of experts; set `experts`")
+        named = {
+            "gate_limit": config.gate_limit, "d_expert": config.d_expert, "d_shared": config.d_shared,
+            "shared_gate": config.shared_gate, "dense_layers": config.dense_layers,
+        }  # fmt: skip
+        if given := [name for name, value in named.items() if value] + ["routing"] * (config.routing != CHOSEN):
+            raise ValueError(f"{' and '.join(given)} is an option of experts; set `experts`")
+    if dense:
         kind = GatedFeedForward if config.gated else FeedForward
         return kind(d_model, d_hidden, activation=activation, bias=bias)
     if not config.gated:
         raise ValueError("experts are gated feed-forward layers; set gated=True")
+    d_shared = config.d_shared
     return Experts(
-        d_model, d_hidden, count=config.experts, per_token=config.experts_per_token, activation=activation,
-        limit=config.gate_limit, bias=bias,
+        d_model, d_hidden if config.d_expert is None else config.d_expert, count=config.experts,
+        per_token=config.experts_per_token, activation=activation, limit=config.gate_limit, bias=bias,
+        routing=config.routing, shared_gate=config.shared_gate,
+        shared=GatedFeedForward(d_model, d_shared, activation=activation, bias=bias) if d_shared else None,
     )  # fmt: skip

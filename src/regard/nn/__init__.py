@@ -6,7 +6,7 @@ from regard.nn.cache import Cache, CrossCache, FixedCache, WindowCache
 from regard.nn.context import LayerContext, key_mask
 from regard.nn.convolution import ShortConvolution
 from regard.nn.cross_layer import CrossLayerAttention
-from regard.nn.experts import Experts
+from regard.nn.experts import Experts, Routing
 from regard.nn.feedforward import ACTIVATIONS, FeedForward, GatedFeedForward
 from regard.nn.freeze import freeze, thaw
 from regard.nn.generate import Beam, GenerationState, Greedy, Sample
@@ -68,6 +68,7 @@ __all__ = [
     "Residual",
     "Retention",
     "Rotary",
+    "Routing",
     "Sample",
     "SandwichNorm",
     "SeedPooling",

@@ -12,6 +12,8 @@ class Case:
     """architecture: class in transformers; values: of its configuration.
 
     before: changes the values, where they need classes of transformers. after: changes the new model of transformers.
+    experts_by_name: whether tensors of experts are stored one by one, and held in one tensor by transformers.
+    repeats: False where transformers rounds differently in another copy of the same model.
     padded: False where, in transformers, the longest row of a batch changes the others.
     """
 
@@ -20,3 +22,5 @@ class Case:
     before: Callable[[dict[str, Any]], dict[str, Any]] = dict
     after: Callable[[Any], None] = lambda model: None
     padded: bool = True
+    experts_by_name: bool = False
+    repeats: bool = True

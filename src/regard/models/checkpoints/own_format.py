@@ -10,7 +10,7 @@ from torch import nn
 from regard import models, positions
 from regard.models.checkpoints.family import Architecture, check_config
 from regard.models.checkpoints.tensor_names import Rule
-from regard.nn import Rotary
+from regard.nn import Rotary, Routing
 
 MODEL_TYPE = "regard"
 
@@ -75,6 +75,16 @@ def from_json(value: Any) -> Any:
 
 def _known_types() -> dict[str, type]:
     """The classes that a configuration file may refer to, by name."""
-    parts = (positions.Linear, positions.Dynamic, positions.Yarn, positions.Llama3, positions.LongRope, Rotary)
+    parts = (
+        positions.Linear,
+        positions.Dynamic,
+        positions.Yarn,
+        positions.Llama3,
+        positions.LongRope,
+        Rotary,
+        Routing,
+        models.LatentSizes,
+        models.DeltaSizes,
+    )
     configs = (getattr(models, name) for name in models.__all__ if name.endswith("Config"))
     return {known_type.__name__: known_type for known_type in (*parts, *configs)}

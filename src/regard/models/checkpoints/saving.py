@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+from collections import Counter
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -58,7 +59,24 @@ def write(model: nn.Module, path: Path, max_shard_size: int) -> None:
 def split(
     model: nn.Module, mappings: list[TensorMapping], rounded: dict[str, PackedWeight]
 ) -> Iterator[tuple[str, Tensor]]:
-    """Iterate over the tensors of a model under the names of the checkpoint."""
+    """Iterate over the tensors of a model under the names of the checkpoint.
+
+    Tensors of one name have their rows at different places, and zeros elsewhere.
+    """
+    left = Counter(name for mapping in mappings for name in mapping.theirs)
+    sums: dict[str, Tensor] = {}
+    for name, tensor in _split(model, mappings, rounded):
+        left[name] -= 1
+        if left[name] > 0 or name in sums:
+            sums[name] = tensor + sums[name] if name in sums else tensor
+            if left[name] > 0:
+                continue
+        yield name, sums.pop(name, tensor)
+
+
+def _split(
+    model: nn.Module, mappings: list[TensorMapping], rounded: dict[str, PackedWeight]
+) -> Iterator[tuple[str, Tensor]]:
     tensors = model.state_dict(keep_vars=True)
     names = {id(weight): name for name, weight in rounded.items()}
     for mapping in mappings:

@@ -31,7 +31,7 @@ class Rule:
 
     ours: str
     theirs: tuple[str, ...]
-    form: str = ""
+    form: str | tuple[StoredForm, ...] = ""  # by name, or one for each of theirs
 
     def match(self, name: str) -> tuple[str, ...] | None:
         """Return their names of our tensor, or None if the rule does not apply to it."""
@@ -49,11 +49,30 @@ class Rule:
 
 @dataclass(frozen=True)
 class StoredForm:
-    """A layout of stored tensors: conversions to ours and to theirs, and the dimensions of tensors it applies to."""
+    """A layout of stored tensors: conversions to ours and to theirs, and the dimensions of tensors it applies to.
+
+    stacked: the tensors of theirs are the rows of the matrices of ours, one matrix after another.
+    """
 
     ours: Callable[[Tensor], Tensor]
     theirs: Callable[[Tensor], Tensor]
     dims: tuple[int, ...]
+    stacked: bool = False
+
+
+def selected_rows(rows: Tensor, total: int) -> StoredForm:
+    """Return the form of a tensor that is some rows of a stored one, whose others belong to other tensors of ours.
+
+    `theirs` has zeros in the other rows; tensors of one name are added when they are saved.
+    """
+
+    def to_theirs(x: Tensor) -> Tensor:
+        whole = x.new_zeros(total, *x.shape[1:])
+        if not x.is_meta:
+            whole[rows] = x
+        return whole
+
+    return StoredForm(lambda x: x[rows], to_theirs, (1, 2))
 
 
 def _from_pairs(x: Tensor) -> Tensor:
@@ -74,6 +93,8 @@ FORMS = {
     "row": StoredForm(lambda x: x[None], lambda x: x[0], (2,)),
     "mT": StoredForm(lambda x: x.mT, lambda x: x.mT, (3,)),
     "pairs": StoredForm(_from_pairs, _to_pairs, (2, 3)),
+    "channels": StoredForm(lambda x: x[:, 0], lambda x: x[:, None], (2,)),
+    "stack": StoredForm(lambda x: x, lambda x: x, (3,), stacked=True),
 }
 NOTHING = "0"  # the name of a part that is zero and not stored
 PLAIN = StoredForm(lambda x: x, lambda x: x, ())
@@ -81,29 +102,30 @@ PLAIN = StoredForm(lambda x: x, lambda x: x, ())
 
 @dataclass(frozen=True)
 class TensorMapping:
-    """One tensor of ours, and the tensors of theirs that it is concatenated from, with their shapes."""
+    """One tensor of ours and its shape, and the tensors of theirs that it is concatenated from, with their shapes."""
 
     ours: str
+    shape: Shape
     theirs: tuple[str, ...]
     rows: tuple[int, ...]
     shapes: tuple[Shape, ...]
-    form: StoredForm
+    forms: tuple[StoredForm, ...]
 
     def join(self, parts: Iterable[Tensor]) -> Tensor:
         """Convert theirs to ours."""
-        converted = [self.form.ours(part) for part in parts]
+        converted = [form.ours(part) for form, part in zip(self.forms, parts, strict=True)]
         if len(converted) > 1:
-            return torch.cat(converted)
-        return converted[0].clone(
-            memory_format=torch.contiguous_format
-        )  # the file is memory-mapped: changes to it must not affect the model
+            return torch.cat(converted).view(self.shape)
+        # the file is memory-mapped: changes to it must not affect the model
+        return converted[0].clone(memory_format=torch.contiguous_format).view(self.shape)
 
     def split(self, tensor: Tensor) -> Iterator[tuple[str, Tensor]]:
         """Convert ours to theirs."""
+        tensor = tensor.flatten(0, 1) if self.forms[0].stacked else tensor
         parts = tensor.split(self.rows) if len(self.theirs) > 1 else [tensor]
-        for name, part in zip(self.theirs, parts, strict=True):
+        for name, part, form in zip(self.theirs, parts, self.forms, strict=True):
             if name != NOTHING:
-                yield name, self.form.theirs(part).contiguous()
+                yield name, form.theirs(part).contiguous()
 
 
 @cache
@@ -113,9 +135,10 @@ def table(text: str, *, ours: str = "", theirs: str = "") -> tuple[Rule, ...]:
     A name is that of a module with all its tensors, or of one tensor. `*` matches a number, the same in both names.
     `{a,b}` concatenates a and b by rows; `{a,0,b}` has zeros in between that are not stored (the bias of keys, which
     shifts all scores of a query alike and has no effect). `^T` is a matrix stored transposed, `^conv` a matrix stored
-    as a 1x1 convolution, `^1` a tensor stored with a leading axis of length 1, `^row` one stored without
-    that axis. Of experts, `^mT` is a matrix per expert
-    stored transposed, `^pairs` the same with the columns of gate and up in alternation.
+    as a 1x1 convolution, `^1` a tensor stored with a leading axis of length 1, `^row` one stored without that axis,
+    `^channels` a depthwise convolution, stored with such an axis in the middle. Of experts, `^mT` is a matrix
+    per expert stored transposed, `^pairs` the same with the columns of gate and up in alternation, `^stack` one per
+    expert and matrix.
 
     >>> from regard.models.checkpoints.tensor_names import table
     >>> table("layers.*.up   blocks.*.{gate,up}", theirs="model.")[0].match("layers.3.up.weight")
@@ -148,16 +171,22 @@ def tensor_mappings(model: nn.Module, rules: Iterable[Rule]) -> list[TensorMappi
 
 
 def _tensor_mapping(model: nn.Module, name: str, tensor: Tensor, theirs: tuple[str, ...], rule: Rule) -> TensorMapping:
+    if isinstance(rule.form, tuple):
+        forms = rule.form
+    else:
+        applies = bool(rule.form) and tensor.dim() in FORMS[rule.form].dims
+        forms = (FORMS[rule.form] if applies else PLAIN,) * len(theirs)
+    shape = tuple(tensor.shape)
+    tensor = tensor.flatten(0, 1) if forms[0].stacked else tensor
     rows = [len(tensor)] if tensor.dim() else []
     if len(theirs) > 1:
         parent = model.get_submodule(name.rsplit(".", 2)[0])
         rows = list(getattr(parent, "widths", ()))
         if len(rows) != len(theirs):
             rows = [len(tensor) // len(theirs)] * len(theirs)
-    form = FORMS[rule.form] if rule.form and tensor.dim() in FORMS[rule.form].dims else PLAIN
     parts = (torch.empty((*rows[n : n + 1], *tensor.shape[1:]), device="meta") for n in range(len(theirs)))
-    shapes = tuple(tuple(form.theirs(part).shape) for part in parts)
-    return TensorMapping(name, theirs, tuple(rows), shapes, form)
+    shapes = tuple(tuple(form.theirs(part).shape) for form, part in zip(forms, parts, strict=True))
+    return TensorMapping(name, shape, theirs, tuple(rows), shapes, forms)
 
 
 def abbreviate(names: Iterable[str], most: int = 8) -> str:
