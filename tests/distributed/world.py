@@ -9,6 +9,7 @@ import time
 import traceback
 from collections.abc import Callable
 from datetime import timedelta
+from importlib.util import find_spec
 from multiprocessing.connection import Connection, wait
 from pathlib import Path
 from typing import Any
@@ -17,10 +18,12 @@ import torch
 import torch.distributed as dist
 
 CONTEXT = multiprocessing.get_context("forkserver")
+MODULES = ("behaviour", "cases", "failing_ranks", "peak_memory", "sharded_models", "training_step")
 PRELOADED = [
-    *(f"tests.distributed.{name}" for name in ("behaviour", "cases", "failing_ranks", "peak_memory", "sharded_models", "training_step")),
-    "torch._dynamo",  # autograd and checkpointing import parts of it
-]
+    *(f"tests.distributed.{name}" for name in MODULES),
+    "torch._dynamo",
+]  # checkpointing imports parts of dynamo
+assert all(find_spec(name) for name in PRELOADED), "the server skips a module that it does not find"
 CONTEXT.set_forkserver_preload(PRELOADED)
 
 
@@ -29,8 +32,8 @@ def run(
 ) -> list[Any]:
     """Run `function(rank, *args)` in the processes of one group; return the result or the exception of each.
 
-    A process that ends without a result gives None. Processes that run longer than `seconds`, or than `grace` after the first
-    failure, are killed and give a TimeoutError. `timeout` is that of the group.
+    A process that ends without a result gives None. Processes that run longer than `seconds`, or than `grace` after the
+    first failure, are killed and give a TimeoutError. `timeout` is that of the group.
     """
     results: list[Any] = [TimeoutError("it took too long")] * ranks
     with tempfile.TemporaryDirectory() as folder:

@@ -2,6 +2,7 @@ from __future__ import annotations
 
 import multiprocessing
 from collections.abc import Callable, Iterator
+from importlib.util import find_spec
 from typing import Any
 
 import pytest
@@ -23,15 +24,10 @@ def _one_thread() -> Iterator[None]:
 def start() -> Start:
     """Start a function in a new process, forked cheaply from a server that has imported everything."""
     context = multiprocessing.get_context("forkserver")
-    context.set_forkserver_preload(
-        [
-            "tests.tasks.tiny_runs",
-            "regard.training.sharded_checkpoint",
-            "regard.training.state",
-            "accelerate",
-            "torch.utils.tensorboard",
-        ]
-    )
+    modules = ["tests.tasks.tiny_runs", "regard.training.sharded_checkpoint", "regard.training.state"]
+    modules += ["accelerate", "torch.utils.tensorboard"]
+    assert all(find_spec(name) for name in modules), "the server skips a module that it does not find"
+    context.set_forkserver_preload(modules)
 
     def start_process(function: Callable[..., None], *args: Any) -> Any:
         process = context.Process(target=function, args=args)
