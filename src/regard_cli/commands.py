@@ -192,6 +192,9 @@ def predict(
         float | None,
         typer.Option(min=0, max=1, help="Lowest score of a detected object.", show_default="0.7"),
     ] = None,
+    labels: Annotated[
+        str | None, typer.Option(help="For CLIP and SigLIP: the labels of images, separated by commas.")
+    ] = None,
 ) -> None:
     """Predict with a model: one line of output and score per input, in order.
 
@@ -212,12 +215,13 @@ def predict(
     regard predict runs/voice "one two" --out speech.wav
     regard predict SmolLM2-135M.gguf "What is gravity?" --temperature 0.7
     regard predict whisper-base talk.flac --timestamps
+    regard predict clip-vit-base-patch32 photo.jpg --labels "a cat,a dog"
     """
     from regard.cli.predict import predict
     from regard.predictors import PredictOptions
 
     options = PredictOptions(
-        max_new_tokens, temperature, top_p, seed, chat, system, language, translate, timestamps, threshold
+        max_new_tokens, temperature, top_p, seed, chat, system, language, translate, timestamps, threshold, labels
     )
     predict(model, inputs, out, context, file_format, skip_bad, as_json, options)
 

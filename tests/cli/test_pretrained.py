@@ -180,3 +180,30 @@ def test_lines_at_a_terminal(tmp_path: Path, typed: list[str], capsys: pytest.Ca
     printed = capsys.readouterr()
     assert len(printed.out.splitlines()[0].split("\t")) == 3
     assert "expected [MASK]" in printed.err
+
+
+def test_clip_labels_an_image_and_opens_in_the_viewer(tmp_path: Path, regard: Command) -> None:
+    image = pytest.importorskip("PIL.Image")
+    model, picture, page = (
+        save_checkpoint(tmp_path / "clip", "clip-largest"),
+        tmp_path / "in.png",
+        tmp_path / "page.html",
+    )
+    image.new("RGB", (40, 30), "red").save(picture)
+    record = json.loads(regard("predict", model, picture, "--labels", "the cat,a dog", "--json").out)
+    assert record["output"] in ("the cat", "a dog")
+    assert record["the cat"] + record["a dog"] == pytest.approx(1, abs=1e-5)
+    assert "--labels" in regard("predict", model, picture).err
+    assert (
+        "--labels does not apply"
+        in regard("predict", save_checkpoint(tmp_path / "b", "bert-mlm"), "a", "--labels", "a").err
+    )
+    about = json.loads(regard("view", model, picture, "-o", page, "--json").out)
+    assert len(about["attentions"]) == 3
+
+
+def test_a_text_longer_than_the_model_takes_is_not_captured(llama: Path, tmp_path: Path, regard: Command) -> None:
+    run = regard("view", llama, "cat " * 100, "-o", tmp_path / "page.html")
+    assert run.code == 1
+    assert "100 tokens" in run.err
+    assert "at most 40" in run.err

@@ -9,6 +9,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+import transformers
 
 import regard as rg
 from regard.data.readers import Row
@@ -228,3 +229,64 @@ def test_sound_that_is_no_sound(tmp_path: Path) -> None:
     (tmp_path / "text.wav").write_text("no sound")
     with pytest.raises(UserError, match="cannot be read as audio"):
         predict(predictor, tmp_path / "text.wav")
+
+
+def _their_vectors(name: str, picture: Path, texts: list[list[int]], mask: list[list[int]] | None) -> torch.Tensor:
+    model = their_model(name)
+    given = (
+        transformers.CLIPImageProcessorPil(size={"shortest_edge": 32}, crop_size={"height": 32, "width": 32})
+        if name.startswith("clip")
+        else transformers.SiglipImageProcessorPil(size={"height": 32, "width": 32})
+    )
+    pixels = given(Image.open(picture).convert("RGB"), return_tensors="pt")["pixel_values"]
+    masks = {} if mask is None else {"attention_mask": torch.tensor(mask)}
+    with torch.no_grad():
+        return model(input_ids=torch.tensor(texts), pixel_values=pixels, **masks).logits_per_image[0]
+
+
+def test_labels_for_images_are_those_of_clip(tmp_path: Path, picture: Path) -> None:
+    settings = {"size": {"shortest_edge": 32}, "crop_size": {"height": 32, "width": 32}, "do_center_crop": True,
+                "resample": 3, "image_mean": [0.48145466, 0.4578275, 0.40821073],
+                "image_std": [0.26862954, 0.26130258, 0.27577711]}  # fmt: skip
+    predictor = open_model(save_checkpoint(tmp_path / "clip", "clip-largest", preprocessor_config=settings))
+    prediction = predict(predictor, picture, labels='the cat,"red, big dog",mat')
+    logits = _their_vectors(
+        "clip-largest", picture,
+        [[2, 5, 6, 3, 0, 0, 0], [2, 20, 24, 22, 11, 3, 0], [2, 9, 3, 0, 0, 0, 0]],
+        [[1, 1, 1, 1, 0, 0, 0], [1, 1, 1, 1, 1, 1, 0], [1, 1, 1, 0, 0, 0, 0]],
+    )  # fmt: skip
+    expected = dict(zip(("the cat", "red, big dog", "mat"), logits.softmax(-1).tolist(), strict=True))
+    assert prediction.more == pytest.approx(expected, abs=1e-4)
+    assert prediction.output == max(expected, key=lambda label: expected[label])
+
+
+def test_labels_for_images_are_those_of_siglip(tmp_path: Path, picture: Path) -> None:
+    settings = {"size": {"height": 32, "width": 32}, "resample": 3}
+    folder = save_checkpoint(
+        tmp_path / "siglip", "siglip", pairs=False, preprocessor_config=settings,
+        tokenizer_config={"pad_token": "[PAD]"},
+    )  # fmt: skip
+    prediction = predict(open_model(folder), picture, labels="the cat,mat")
+    texts = [[*ids, *[0] * (40 - len(ids))] for ids in ([5, 6], [9])]
+    expected = _their_vectors("siglip", picture, texts, None).sigmoid().tolist()
+    assert prediction.more == pytest.approx(dict(zip(("the cat", "mat"), expected, strict=True)), abs=1e-4)
+
+
+def test_labels_are_needed_short_and_distinct(tmp_path: Path, picture: Path) -> None:
+    predictor = open_model(save_checkpoint(tmp_path / "clip", "clip-largest"))
+    for options, message in (({}, "--labels"), ({"labels": " , "}, "--labels"), ({"labels": "cat,cat"}, "distinct"),
+                             ({"labels": "cat," + "dog " * 50}, "at most 40")):  # fmt: skip
+        with pytest.raises(UserError, match=message):
+            predict(predictor, picture, **options)
+
+
+def test_clip_is_evaluated_on_the_labels_of_the_data(tmp_path: Path, picture: Path) -> None:
+    predictor = open_model(save_checkpoint(tmp_path / "clip", "clip-largest"))
+    scores = predict(predictor, picture, labels="cat,dog").more
+    for label in ("cat", "dog"):
+        (tmp_path / "data" / label).mkdir(parents=True)
+        (tmp_path / "data" / label / "1.png").write_bytes(picture.read_bytes())
+    measured = predictor.evaluate(predictor.read(str(tmp_path / "data"), BadRows()), BadRows())
+    assert measured["rows"] == 2
+    assert measured["accuracy"] == 0.5
+    assert scores["cat"] + scores["dog"] == pytest.approx(1, abs=1e-5)

@@ -63,6 +63,7 @@ def make_capture(predictor: Predictor) -> Callable[[str], Any]:
         else:
             with as_user_errors(predictor.name):
                 if predictor.examines == "text":
+                    _check_length(predictor, given)
                     record = capture_text(predictor.model, predictor.tokenizer, given)
                 else:
                     record = capture_image(predictor.model, given)
@@ -70,6 +71,12 @@ def make_capture(predictor: Predictor) -> Callable[[str], Any]:
         return record
 
     return capture_input
+
+
+def _check_length(predictor: Predictor, text: str) -> None:
+    """Raise if a text has more tokens than the model takes."""
+    if predictor.longest is not None and (size := len(predictor.tokenizer.encode(text).ids)) > predictor.longest:
+        raise ValueError(f"the text has {size} tokens, but the model takes at most {predictor.longest}; shorten it")
 
 
 def _capture_prediction(predictor: Predictor, given: str) -> Any:

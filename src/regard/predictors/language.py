@@ -64,7 +64,7 @@ class LanguagePredictor(Predictor):
 
     def __init__(self, name: str, model: LanguageModel, form: TextFormat, run: Run | None = None) -> None:
         self.name, self.model, self.form, self.run = name, model, form, run
-        self.tokenizer = form.tokenizer
+        self.tokenizer, self.longest = form.tokenizer, form.positions
         self.examines = "text" if run is None else "prediction"
 
     @staticmethod

@@ -18,7 +18,7 @@ class PredictOptions:
 
     chat: use the chat template of the model. system: the system message. language: of the speech, such as "en".
     translate: translate speech to English. timestamps: print when each part is spoken. threshold: lowest score of an
-    object that is reported.
+    object that is reported. labels: texts to compare images with, separated by commas.
     """
 
     max_new_tokens: int | None = None
@@ -31,6 +31,7 @@ class PredictOptions:
     translate: bool | None = None
     timestamps: bool | None = None
     threshold: float | None = None
+    labels: str | None = None
 
     def names(self) -> list[str]:
         """Return the names of the options that are set."""
@@ -42,6 +43,7 @@ class Predictor(ABC):
 
     kind: what the model does, for messages. accepts: the options that apply to it.
     examines: what `regard view` captures: the "prediction", or one forward call over a "text" or an "image".
+    longest: the most tokens of a text that `examines` is about, if there is a limit.
     streams: whether `stream` prints outputs while they are generated.
     file_suffixes: files that `write_file` can make of a prediction.
     """
@@ -57,6 +59,7 @@ class Predictor(ABC):
     output_kind: str = "text"
     viewer_text: str = Task.viewer_text
     examines: str = "prediction"
+    longest: int | None = None
 
     name: str
     tokenizer: Any = None

@@ -10,6 +10,7 @@ from torch import nn
 from regard.errors import UserError
 from regard.models import (
     Detr,
+    DualEncoder,
     ImageClassifier,
     LanguageModel,
     MaskedLanguageModel,
@@ -43,6 +44,7 @@ PREDICTORS: dict[type[nn.Module], Callable[[Checkpoint], Predictor]] = {
     QuestionAnswering: text.QuestionAnswerer,
     SentenceEmbedder: text.Embedder,
     ImageClassifier: vision.ImageLabels,
+    DualEncoder: vision.ZeroShotLabels,
     Detr: vision.ObjectDetector,
     Wav2Vec2: speech.CtcSpeech,
 }

@@ -14,16 +14,18 @@ from torch import Tensor
 
 from regard.data.images import decode_image, folder_of_classes, pillow
 from regard.data.labels import encode_labels
-from regard.data.readers import Row, resolve_paths
+from regard.data.readers import Row, resolve_paths, split_cells
 from regard.errors import BadRows, UserError
 from regard.field_types import check_value
+from regard.models.dual_encoder import DualEncoder
 from regard.predictors.checkpoint import PREPROCESSOR, Checkpoint, as_user_errors
-from regard.predictors.predictor import Predictor
+from regard.predictors.predictor import PredictOptions, Predictor
 from regard.progress import track
 from regard.training import metrics
 from regard.training.task import Metrics, Prediction
 
 SIZES = {"height", "width", "shortest_edge", "longest_edge"}
+CLIP_MEAN, CLIP_STD = [0.48145466, 0.4578275, 0.40821073], [0.26862954, 0.26130258, 0.27577711]
 MAX_SIDE = 8192  # pixels to which an image may be resized
 
 
@@ -178,6 +180,95 @@ class ImageLabels(ImagePredictor):
         pixels = torch.from_numpy(np.array(self.preparation.resize(image))).permute(2, 0, 1)
         patch = self.model.config.patch
         record.set_image(pixels, (pixels.shape[1] // patch, pixels.shape[2] // patch), first=1)
+
+
+class ZeroShotLabels(ImagePredictor):
+    """Compares images with texts: `--labels` in `predict`, the labels of the data in `evaluate`."""
+
+    kind: ClassVar[str] = "a dual encoder of images and texts"
+    accepts: ClassVar[tuple[str, ...]] = ("labels",)
+    model: DualEncoder
+
+    def prepare(self) -> ImagePreparation:
+        vision, several = self.model.config.vision, self.model.config.logit_bias
+        if vision.channels != 3:
+            raise UserError(f"{self.name}: takes images of {vision.channels} channels; expected 3")
+        size = dict(zip(("height", "width"), vision.image, strict=True))
+        mean, std = (0.5, 0.5) if several else (CLIP_MEAN, CLIP_STD)
+        return ImagePreparation(self.checkpoint, size=size, mean=mean, std=std)
+
+    def configure(self, options: PredictOptions) -> None:
+        super().configure(options)
+        if options.labels is not None and len(set(self._labels())) != len(self._labels()):
+            raise UserError(f"--labels must be distinct, got {options.labels!r}")
+
+    def _labels(self) -> list[str]:
+        labels = [label for label in split_cells(self.options.labels or "", ",") if label]
+        if not labels:
+            raise UserError(
+                f'{self.name}: compares images with texts; give some: --labels "a photo of a cat,a photo of a dog"'
+            )
+        return labels
+
+    @torch.inference_mode()
+    def embed_labels(self, labels: Sequence[str]) -> Tensor:
+        """Return unit vectors (labels, d_output)."""
+        tokenizer, longest = self.checkpoint.tokenizer, self.model.config.text.positions
+        texts = [tokenizer.encode(label).ids for label in labels]
+        for label, ids in zip(labels, texts, strict=True):
+            if len(ids) > longest:
+                raise UserError(f"the label {label!r:.60} has {len(ids)} tokens, but the model takes at most {longest}")
+        if self.model.config.text_pooling == "last":  # texts are padded to the length of those in training
+            padding = tokenizer.token_to_id(self.checkpoint.special_token("pad_token") or "</s>")
+            if padding is None:
+                raise UserError(f"{self.name}: tokenizer_config.json must have a pad_token, which its texts end with")
+            ids = torch.tensor([[*ids, *[padding] * (longest - len(ids))] for ids in texts])
+            return self.model.embed_texts(ids)
+        return self.model.embed_texts([torch.tensor(ids) for ids in texts])
+
+    @torch.inference_mode()
+    def scores(self, image: Any, labels: Tensor) -> Tensor:
+        """Return the probability of each label: of one of them, or each by itself if the model has a logit bias."""
+        inputs = self.preparation.normalize(self.preparation.resize(image))
+        logits = (self.model.embed_images(inputs[None]) @ labels.mT)[0] * self.model.scale.exp()
+        return logits.softmax(-1) if self.model.bias is None else (logits + self.model.bias).sigmoid()
+
+    def predict(self, rows: Sequence[Row], bad: BadRows) -> Iterator[Prediction]:
+        labels = self._labels()
+        vectors = self.embed_labels(labels)
+        for row, image in self.images(rows, bad):
+            scores, order = self.scores(image, vectors).sort(descending=True, stable=True)
+            found = {labels[n]: score for n, score in zip(order.tolist(), scores.tolist(), strict=True)}
+            note = ", ".join(f"{label} {score:.3f}" for label, score in list(found.items())[1:5])
+            label = next(iter(found))
+            yield Prediction(row.values[0], label, found[label], found, note, place=row.place)
+
+    def examine(self, row: Row, bad: BadRows) -> Prediction | None:
+        """Embed the image only."""
+        for _, image in self.images([row], bad):
+            inputs = self.preparation.normalize(self.preparation.resize(image))
+            with torch.inference_mode():
+                self.model.embed_images(inputs[None])
+            return Prediction(row.values[0], "", None, {}, place=row.place)
+        return None
+
+    def evaluate(self, rows: Sequence[Row], bad: BadRows) -> Metrics:
+        """Measure accuracy and F1 among the labels of the data."""
+        names = sorted({row.values[1] for row in rows})
+        if len(names) < 2:
+            raise UserError("there are fewer than two labels to evaluate on")
+        vectors = self.embed_labels(names)
+        scored = [(names.index(row.values[1]), self.scores(image, vectors)) for row, image in self.images(rows, bad)]
+        if not scored:
+            raise UserError("there is no image to evaluate on")
+        scores, labels = torch.stack([score for _, score in scored]), torch.tensor([label for label, _ in scored])
+        return {**metrics.classification(scores, labels), "labels": len(names), "rows": len(labels)}
+
+    def name_tokens(self, record: Any, prediction: Prediction) -> None:
+        image = decode_image(Row(prediction.input, (prediction.input,)), BadRows())
+        pixels = torch.from_numpy(np.array(self.preparation.resize(image))).permute(2, 0, 1)
+        vision = self.model.config.vision
+        record.set_image(pixels, vision.grid, first=int(vision.class_token))
 
 
 class ObjectDetector(ImagePredictor):
