@@ -11,6 +11,7 @@ import torch
 import transformers as hf
 from typer.testing import CliRunner
 
+import regard as rg
 from regard.check import Finding, check_model
 from regard.check.model import reports
 from regard.check.model.layout import Row, chunks, packed, padded
@@ -20,6 +21,7 @@ from regard.errors import UserError
 from regard_cli.commands import app
 from tests.check.planted_models import PLANTED
 from tests.check.tiny_models import MODELS, build
+from tests.models.gguf_files import write_gguf
 
 pytest_plugins = "pytester"
 SIX = {"plain", "right padding", "left padding", "cache", "cache, left padding", "documents"}
@@ -287,3 +289,14 @@ def test_the_plugin_fails_with_the_layer(pytester: pytest.Pytester) -> None:
     result = pytester.runpytest("-p", "pytest_regard")
     result.assert_outcomes(passed=1, failed=1)
     result.stdout.fnmatch_lines(["*transformer.h.1.attn, eager, plain: promised causal*measured every token*"])
+
+
+def test_models_that_only_regard_computes_are_refused_with_the_reason(tmp_path: Path) -> None:
+    config = rg.models.LanguageConfig(vocabulary=99, d_model=32, layers=1, heads=4, d_hidden=48, sinks=True, bias=True)
+    rg.save(rg.models.LanguageModel(config), tmp_path / "own")
+    write_gguf(tmp_path / "model.gguf")
+    (tmp_path / "run").mkdir()
+    (tmp_path / "run" / "run.json").write_text("{}")
+    for name, kind in (("own", "in the format of regard"), ("model.gguf", "a GGUF file"), ("run", "a run")):
+        with pytest.raises(UserError, match=f"{kind}.*the checkpoint that the model came from"):
+            load_model(str(tmp_path / name))
