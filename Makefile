@@ -15,7 +15,7 @@ DATA    ?= ../shared/data
 MINUTES ?= 30
 SEED    ?= $(shell date +%s)
 
-.PHONY: demo test coverage real-weights architectures lint format docs sanitize mutants tooltips fuzz differential bench bench-quick results findings clean
+.PHONY: demo test coverage real-weights architectures triton gpu-compile lint format docs sanitize mutants tooltips fuzz differential bench bench-quick results findings clean
 
 demo: $(RUN)
 	$(BIN)/python examples/demo.py
@@ -80,6 +80,15 @@ errors: $(READY)
 
 functions: $(READY)
 	$(BIN)/python -m tools.functions
+
+# The GPU kernels in Triton's interpreter on a CPU: a thousand random calls; takes hours.
+EXAMPLES ?= 1000
+triton: $(READY)
+	TRITON_INTERPRET=1 REGARD_TRITON_EXAMPLES=$(EXAMPLES) $(BIN)/python -m pytest tests/engines/triton -n 2
+
+# The GPU kernels compiled for four GPUs, without a GPU: registers, spills, shared memory, in docs/how-to/gpu.md.
+gpu-compile: $(READY)
+	env -u TRITON_INTERPRET $(BIN)/python -m tools.gpu_compile
 
 # Speed as ratios to other libraries, measured side by side, written to docs/benchmarks.md. No test measures speed.
 bench: $(BENCH)

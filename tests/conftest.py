@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import io
+import os
 import sys
 from collections.abc import Callable
 from typing import NamedTuple
 
 import pytest
 from hypothesis import HealthCheck, Phase, settings
+
+os.environ.setdefault("TRITON_INTERPRET", "1")  # before anything imports triton: on a CPU it can only interpret
 
 quick = {"deadline": None, "derandomize": True, "suppress_health_check": list(HealthCheck)}
 settings.register_profile("shrink", **quick)

@@ -279,13 +279,19 @@ def extents(draw: st.DrawFn) -> tuple[int, ...]:
 
 
 @st.composite
-def hostile(draw: st.DrawFn, engines: tuple[str | None, ...] = (None, "native", "native")) -> Hostile:
-    call = draw(calls(axes=extents()))
+def hostile(
+    draw: st.DrawFn,
+    engines: tuple[str | None, ...] = (None, "native", "native"),
+    axes: st.SearchStrategy[tuple[int, ...]] | None = None,
+    dtypes: tuple[torch.dtype, ...] = (
+        torch.float64, torch.float64, torch.float32, torch.float32, torch.bfloat16, torch.float16,
+    ),
+) -> Hostile:  # fmt: skip
+    call = draw(calls(axes=extents() if axes is None else axes))
     if draw(st.integers(0, 3)) == 0:
         call.description["dropout"] = draw(st.sampled_from([0.1, 0.5, 0.99]))
     if draw(st.integers(0, 9)) == 0:
         call.description["offset"] = draw(st.sampled_from([2**31, -(2**31), 2**40, -(2**40)]))
-    dtypes = [torch.float64, torch.float64, torch.float32, torch.float32, torch.bfloat16, torch.float16]
     dtype = draw(st.sampled_from(dtypes))
     limits = torch.finfo(dtype)
     numbers = (*NOT_FINITE, *NOT_FINITE, 300.0, -300.0, limits.max, limits.tiny, limits.tiny / 4, -0.0)

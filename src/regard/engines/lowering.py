@@ -14,12 +14,12 @@ import torch
 from torch import Tensor
 
 from regard.engines import tiled
-from regard.engines.derivatives import Tensors
+from regard.engines.derivatives import Operator, Tensors, holds_transformed, push_forward
 from regard.engines.dot_product import as_dot
 from regard.engines.problem import Problem
 from regard.geometry import Indices, pad_leading
-from regard.positions.biases import Bias, DenseBias, Diagonal, Shaw
-from regard.scores import Additive, Dot
+from regard.positions.biases import Bias, DenseBias, Diagonal, Shaw, is_built_in
+from regard.scores import BUILT_IN, Additive, Dot
 
 
 class LoweredConstants(NamedTuple):
@@ -45,6 +45,74 @@ class LoweredTensors(NamedTuple):
     bias: Tensor | None  # four axes, each full or 1
     sink: Tensor | None  # (H,)
     weight: Tensor | None  # (1, H or 1, 1, D), for the additive score
+
+
+def why_not(problem: Problem) -> list[str]:
+    """Return reasons why a problem has no lowered form, or why its kernels could not be differentiated."""
+    reasons = []
+    if problem.empty:
+        reasons.append("an axis is empty")
+    if type(problem.score) not in BUILT_IN:
+        reasons.append(f"its kernels support dot products and the additive score, not {problem.score!r}")
+    if problem.bias is not None:
+        if not is_built_in(problem.bias):
+            reasons.append(f"its kernels do not support {problem.bias!r}")
+        if sum(isinstance(part, Shaw) for part in problem.bias.parts()) > 1:
+            reasons.append("its kernels support one shaw only")
+    if problem.torch_only:
+        reasons.append("transforms are nested deeper than its derivatives support")
+    if problem.in_transform and problem.dropout:
+        reasons.append("a torch.func transform may wrap the seed of dropout")
+    if problem.in_transform and holds_transformed(problem.mask):
+        reasons.append("it reads the mask, which a torch.func transform wraps")
+    return reasons
+
+
+def in_float32(problem: Problem) -> Problem | None:
+    """Return the problem in float32 if a half-precision gradient would be rounded before its parts are added up."""
+    if problem.dtype == problem.compute_dtype:
+        return None
+    per_head = isinstance(problem.score, Additive) and problem.score.weight.numel() > problem.D
+    in_parts = (per_head and problem.G < problem.frame.H) or any(
+        isinstance(part, Shaw) for part in (problem.bias.parts() if problem.bias is not None else ())
+    )
+    return replace(problem, dtype=problem.compute_dtype) if in_parts else None
+
+
+def add_shaw_values(problem: Problem, shaw: Shaw | None, output: Tensor, mass: Tensor) -> Tensor:
+    """Add the value part of Shaw's positions to the output."""
+    if shaw is None or shaw.values is None:
+        return output
+    return (output.to(mass) + mass @ shaw.values.to(mass)).to(problem.dtype)
+
+
+@dataclass(frozen=True, eq=False)
+class LoweredOperator(Operator):
+    """Kernels as an operator on `LoweredTensors`; all derivatives but gradients are computed by tiles."""
+
+    fixed: LoweredConstants
+
+    @property
+    def outputs(self) -> int:  # type: ignore[override]
+        return 2 + self.fixed.sizes[1]
+
+    def tangents(self, tensors: Tensors, tangents: Tensors) -> tuple[Tensor, ...]:
+        results = push_forward(lambda duals: self.differentiable(duals, False), tensors, tangents)
+        if self.outputs == 3:
+            return results
+        return *results[:2], results[1].new_empty(0), *results[2:]
+
+    def differentiable(self, tensors: Tensors, save: bool) -> tuple[Tensor, ...]:
+        return attend_lowered(LoweredTensors(*tensors), self.fixed, save)
+
+    def curvature(
+        self, tensors: Tensors, tangents: Tensors, results: Tensors, grads: Tensors, wanted: Sequence[bool]
+    ) -> Tensors:
+        return curvature(LoweredTensors(*tensors), self.fixed, tangents, results, grads, wanted)
+
+
+def select_wanted(gradients: Tensors, wanted: Sequence[bool]) -> Tensors:
+    return [grad if want else None for grad, want in zip(gradients, wanted, strict=True)]
 
 
 def lower(problem: Problem, query: Tensor, key: Tensor, value: Tensor) -> tuple[LoweredTensors, Shaw | None, float]:

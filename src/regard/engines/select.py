@@ -10,13 +10,15 @@ from types import ModuleType
 import torch
 from torch import Tensor
 
-from regard.engines import flex, inspection, native, reference, sdpa, tiled
+from regard.engines import flex, inspection, native, reference, sdpa, tiled, triton
 from regard.engines.cost import TILE, forward_flops, visited_entries
 from regard.engines.problem import Engine, Problem
 from regard.engines.tiled import tile_size
 from regard.masks import tiles
 
-ENGINES: dict[str, Engine] = {engine.ENGINE.name: engine.ENGINE for engine in (native, sdpa, flex, reference, tiled)}
+ENGINES: dict[str, Engine] = {
+    engine.ENGINE.name: engine.ENGINE for engine in (native, sdpa, triton, flex, reference, tiled)
+}
 """Engines in order of preference; the first without an objection is picked."""
 
 

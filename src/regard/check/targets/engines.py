@@ -67,5 +67,5 @@ def attend(q, k, v, *, mask=None, causal=False, scale=None, dropout=0.0):
 
 
 def installed_engines() -> list[Target]:
-    """Targets of the engine that a call selects and of every engine."""
-    return [engine(name) for name in (SELECTED, *ENGINES)]
+    """Targets of the engine that a call selects and of every engine, except on request those for accelerators only."""
+    return [engine(name) for name in (SELECTED, *ENGINES) if name != "triton"]

@@ -12,18 +12,18 @@ import torch
 from torch import Tensor
 
 from regard.cache import CACHE
-from regard.engines import reference
-from regard.engines.derivatives import apply, holds_transformed, outside_transforms
+from regard.engines import lowering, reference
+from regard.engines.derivatives import apply, outside_transforms
 from regard.engines.dropout import draw_seed
-from regard.engines.lowering import LoweredConstants, LoweredTensors, lower
+from regard.engines.lowering import LoweredConstants, LoweredTensors, add_shaw_values, in_float32, lower
 from regard.engines.mask_layout import layout_tensors, mask_layout
 from regard.engines.native.attention import Quantized, backward, empty_output, forward, forward_output, pack_problem
 from regard.engines.native.binding import ABSENT, ADDRESS, PROBLEM, RESULT, TENSOR, call, tensor_fields, why_missing
 from regard.engines.native.jvp import NativeOperator
 from regard.engines.problem import Engine, Problem
 from regard.engines.tensor_memory import SMALLEST_ADDRESS, NoMemory, data_address, is_direct, materialize
-from regard.positions.biases import Shaw, is_built_in
-from regard.scores import BUILT_IN, Additive, Dot
+from regard.positions.biases import Shaw
+from regard.scores import Additive, Dot
 
 SMALL = 1 << 24  # bytes of dense weights below which torch's own operators serve torch.func
 MAX_PACKED = 16  # packed calls kept per problem, keyed by query, key and value
@@ -43,7 +43,7 @@ assume_constant(layout_tensors)
 def run(
     problem: Problem, query: Tensor, key: Tensor, value: Tensor, seed: Tensor | None
 ) -> tuple[Tensor, Tensor | None]:
-    if (problem.grad or problem.tangent) and (wide := _in_float32(problem)) is not None:
+    if (problem.grad or problem.tangent) and (wide := in_float32(problem)) is not None:
         output, lse = run(wide, query.to(wide.dtype), key.to(wide.dtype), value.to(wide.dtype), seed)
         return output.to(problem.dtype), lse
     if torch.compiler.is_compiling() or not problem.direct:
@@ -74,18 +74,7 @@ def run_quantized(problem: Problem, query: Tensor, quantized: Quantized) -> tupl
     like, seed = query.new_empty(()), draw_seed(query.device) if problem.dropout else None
     x, shaw, fixed = prepare(problem, query, like.expand(key.shape), like.expand(value.shape), seed)
     output, lse, mass = forward(x, fixed, quantized)
-    return _add_shaw_values(problem, shaw, output, mass), lse
-
-
-def _in_float32(problem: Problem) -> Problem | None:
-    """Return the problem in float32 if a half-precision gradient would be rounded before its parts are added up."""
-    if problem.dtype == problem.compute_dtype:
-        return None
-    per_head = isinstance(problem.score, Additive) and problem.score.weight.numel() > problem.D
-    in_parts = (per_head and problem.G < problem.frame.H) or any(
-        isinstance(part, Shaw) for part in (problem.bias.parts() if problem.bias is not None else ())
-    )
-    return replace(problem, dtype=problem.compute_dtype) if in_parts else None
+    return add_shaw_values(problem, shaw, output, mass), lse
 
 
 def _run_operator(
@@ -98,7 +87,7 @@ def _run_operator(
         if is_direct(x):
             return _run_kernel(problem, x, shaw, fixed)
     output, lse, mass = torch.ops.regard.dot(*x, *fixed[:-1])
-    return _add_shaw_values(problem, shaw, output, mass), lse
+    return add_shaw_values(problem, shaw, output, mass), lse
 
 
 def _run_kernel(
@@ -110,14 +99,7 @@ def _run_kernel(
         return forward_output(x, fixed), None
     else:
         output, lse, mass = forward(x, fixed)
-    return _add_shaw_values(problem, shaw, output, mass), lse
-
-
-def _add_shaw_values(problem: Problem, shaw: Shaw | None, output: Tensor, mass: Tensor) -> Tensor:
-    """Add the value part of Shaw's positions to the output."""
-    if shaw is None or shaw.values is None:
-        return output
-    return (output.to(mass) + mass @ shaw.values.to(mass)).to(problem.dtype)
+    return add_shaw_values(problem, shaw, output, mass), lse
 
 
 def gradients(
@@ -128,7 +110,7 @@ def gradients(
 
     Requires a problem without a sink and without Shaw's values.
     """
-    if (wide := _in_float32(problem)) is not None:
+    if (wide := in_float32(problem)) is not None:
         problem, tensors = wide, [tensor.to(wide.dtype) for tensor in tensors]
         output, grad_output = output.to(wide.dtype), grad_output.to(wide.dtype)
     query, key, value = tensors
@@ -218,26 +200,16 @@ def _cached_forward(problem: Problem, query: Tensor, key: Tensor, value: Tensor)
 
 
 def why_not(problem: Problem) -> list[str]:
-    reasons, score = [], problem.score
+    reasons = []
     if reason := why_missing():
         reasons.append(reason)
     if problem.device.type != "cpu":
         reasons.append(f"its kernels run on a CPU, not on {problem.device}")
-    if problem.empty:
-        reasons.append("an axis is empty")
     frame = problem.frame
     sizes = {"B": frame.B, "H": frame.H, "Q": frame.Q, "K": frame.K, "D": problem.D, "E": problem.E}
     for axis, n in sizes.items():
         if n > MAX_SIZE:
             reasons.append(f"its kernels index up to {MAX_SIZE:,} along an axis, but {axis} is {n:,}")
-    if type(score) not in BUILT_IN:
-        reasons.append(f"its kernels support dot products and the additive score, not {score!r}")
-    if problem.bias is not None:
-        parts = problem.bias.parts()
-        if not is_built_in(problem.bias):
-            reasons.append(f"its kernels do not support {problem.bias!r}")
-        if sum(isinstance(part, Shaw) for part in parts) > 1:
-            reasons.append("its kernels support one shaw only")
     if not problem.direct and (problem.tangent or problem.in_transform):
         reasons.append("tangents and torch.func transforms of tensors that are not plain need torch's operators")
     if problem.sharded:
@@ -250,15 +222,9 @@ def why_not(problem: Problem) -> list[str]:
             reasons.append("torch.compile cannot build a mask layout from a tensor of offsets")
         if problem.mask is not None and problem.mask.traced:
             reasons.append("torch.compile cannot read a mask that is built inside the compiled function")
-    if problem.torch_only:
-        reasons.append("transforms are nested deeper than its derivatives support")
     if problem.tangent and not problem.direct:
         reasons.append("its registered operator, which tensors that are not plain need, has no forward mode")
-    if problem.in_transform and problem.dropout:
-        reasons.append("a torch.func transform may wrap the seed of dropout")
-    if problem.in_transform and holds_transformed(problem.mask):
-        reasons.append("it reads the mask, which a torch.func transform wraps")
-    return reasons
+    return reasons + lowering.why_not(problem)
 
 
 def why_avoid(problem: Problem) -> list[str]:

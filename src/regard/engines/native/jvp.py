@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
-from regard.engines.derivatives import Operator, Tensors, push_forward
-from regard.engines.lowering import LoweredConstants, LoweredTensors, attend_lowered, curvature
+from regard.engines.derivatives import Tensors
+from regard.engines.lowering import LoweredConstants, LoweredOperator, LoweredTensors, select_wanted
 from regard.engines.native.attention import (
     backward,
     backward_by_operator,
@@ -22,15 +21,8 @@ from regard.engines.native.binding import ABSENT, RESULT, TANGENT, call, row_fie
 from regard.engines.tensor_memory import data_address, is_direct, materialize
 
 
-@dataclass(frozen=True, eq=False)
-class NativeOperator(Operator):
+class NativeOperator(LoweredOperator):
     """The kernel in eager mode, as an operator on `LoweredTensors`."""
-
-    fixed: LoweredConstants
-
-    @property
-    def outputs(self) -> int:  # type: ignore[override]
-        return 2 + self.fixed.sizes[1]
 
     def compute(self, tensors: Tensors) -> tuple[Tensor, ...]:
         return forward(LoweredTensors(*tensors), self.fixed)
@@ -38,30 +30,15 @@ class NativeOperator(Operator):
     def gradients(self, tensors: Tensors, results: Tensors, grads: Tensors, wanted: Sequence[bool]) -> Tensors:
         x, given = LoweredTensors(*tensors), (*grads, *(None,) * (3 - self.outputs))
         if not is_direct((*tensors, *results, *grads)):
-            return _select_wanted(backward_by_operator(x, self.fixed[:5], results, given), wanted)
-        return _select_wanted(backward(x, self.fixed, results, given, wanted[5]), wanted)
+            return select_wanted(backward_by_operator(x, self.fixed[:5], results, given), wanted)
+        return select_wanted(backward(x, self.fixed, results, given, wanted[5]), wanted)
 
     def tangents(self, tensors: Tensors, tangents: Tensors) -> tuple[Tensor, ...]:
         x = LoweredTensors(*tensors)
         tangents = [None if t is None or t._is_zerotensor() else materialize(t) for t in tangents]
         if x.weight is None and is_direct((*tensors, *tangents)):  # the additive score has no forward-mode kernel
             return jvp(x, self.fixed, tangents)
-        results = push_forward(lambda duals: self.differentiable(duals, False), tensors, tangents)
-        if self.outputs == 3:
-            return results
-        return *results[:2], results[1].new_empty(0), *results[2:]
-
-    def differentiable(self, tensors: Tensors, save: bool) -> tuple[Tensor, ...]:
-        return attend_lowered(LoweredTensors(*tensors), self.fixed, save)
-
-    def curvature(
-        self, tensors: Tensors, tangents: Tensors, results: Tensors, grads: Tensors, wanted: Sequence[bool]
-    ) -> Tensors:
-        return curvature(LoweredTensors(*tensors), self.fixed, tangents, results, grads, wanted)
-
-
-def _select_wanted(gradients: Tensors, wanted: Sequence[bool]) -> Tensors:
-    return [grad if want else None for grad, want in zip(gradients, wanted, strict=True)]
+        return super().tangents(tensors, tangents)
 
 
 def jvp(x: LoweredTensors, fixed: LoweredConstants, tangents: Tensors) -> tuple[Tensor, ...]:

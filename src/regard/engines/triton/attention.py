@@ -1,0 +1,65 @@
+"""Forward and backward calls of the kernels."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from regard.engines.lowering import LoweredConstants, LoweredTensors
+from regard.engines.triton import launch as launching
+from regard.engines.triton.arguments import Layout, empty_output, pack
+from regard.engines.triton.availability import is_interpreted
+from regard.engines.triton.blocks import FORWARD, Blocks, choose
+
+
+def forward(x: LoweredTensors, fixed: LoweredConstants, layout: Layout) -> tuple[Tensor, Tensor, Tensor]:
+    """Return output, log-sum-exp and mass by distance, which is empty unless requested."""
+    from regard.engines.triton.kernels.forward import forward_kernel
+
+    (B, H, Q, _), device = x.query.shape, x.query.device
+    output = empty_output(x.query, x.value.shape[3])
+    lse = torch.empty((B, H, Q), dtype=torch.float32, device=device)
+    shape = (B, H, Q, 2 * fixed.sizes[0] + 1) if fixed.sizes[1] else (0,)
+    mass = torch.zeros(shape, dtype=torch.float32, device=device)
+    blocks = choose_blocks(FORWARD, x, layout)
+    launching.launch(
+        forward_kernel, -(-Q // blocks.rows) * B * H,
+        pack(x, fixed, layout), output, output.stride(), lse, mass if fixed.sizes[1] else None,
+        BM=blocks.rows, BN=blocks.keys, **widths(x), **blocks.options(),
+    )  # fmt: skip
+    return output, lse, mass
+
+
+def architecture(device: torch.device) -> str:
+    """Return the row of the table of block sizes for a device."""
+    if is_interpreted():
+        return "interpreter"
+    import triton
+
+    target = triton.runtime.driver.active.get_current_target()
+    if target.backend == "hip":
+        return "gfx9"
+    if target.backend != "cuda":
+        return "sm_80"
+    return "sm_100" if target.arch >= 100 else "sm_90" if target.arch >= 90 else "sm_80"
+
+
+def choose_blocks(table: Mapping[str, tuple[Blocks, ...]], x: LoweredTensors, layout: Layout) -> Blocks:
+    wide = x.weight is not None or (x.query.dtype == torch.float32 and _precision() == "ieee")
+    width = max(x.query.shape[3], x.value.shape[3])
+    return choose(table, architecture(x.query.device), width, wide_products=wide, tiles=len(layout.rows) == 5)
+
+
+def widths(x: LoweredTensors) -> dict[str, Any]:
+    """Return the widths of blocks, powers of two, and the precision of products in float32."""
+    d, e = (max(16, 1 << (n - 1).bit_length()) for n in (x.query.shape[3], x.value.shape[3]))
+    return {"BD": d, "BE": e, "PRECISION": _precision()}
+
+
+def _precision() -> str:
+    if is_interpreted():
+        return "interpreter"
+    return "tf32" if torch.backends.cuda.matmul.allow_tf32 else "ieee"

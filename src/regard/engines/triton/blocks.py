@@ -1,0 +1,52 @@
+"""Sizes of the blocks that a program computes, by kernel, architecture and width."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any, NamedTuple
+
+
+class Blocks(NamedTuple):
+    rows: int
+    keys: int
+    warps: int
+    stages: int
+
+    def options(self) -> dict[str, Any]:
+        """Compiler options; fused multiply-adds are within the rounding bound."""
+        return {"num_warps": self.warps, "num_stages": self.stages, "enable_fp_fusion": True}
+
+
+# By architecture: for widths up to 64, up to 128 and up to 256. Chosen by the registers that the compiler reports; none
+# was timed.
+FORWARD = {
+    "sm_80": (Blocks(64, 64, 4, 2), Blocks(64, 32, 4, 2), Blocks(64, 32, 8, 2)),
+    "sm_90": (Blocks(128, 64, 8, 3), Blocks(128, 64, 8, 2), Blocks(64, 64, 8, 2)),
+    "sm_100": (Blocks(128, 64, 8, 3), Blocks(128, 64, 8, 2), Blocks(64, 64, 8, 2)),
+    "gfx9": (Blocks(128, 64, 8, 1), Blocks(128, 64, 8, 1), Blocks(64, 32, 8, 1)),
+    "interpreter": (Blocks(32, 64, 4, 1),) * 3,
+}
+BACKWARD = {
+    "sm_80": (Blocks(32, 64, 4, 2), Blocks(64, 32, 8, 2), Blocks(32, 32, 8, 1)),
+    "sm_90": (Blocks(64, 64, 8, 2), Blocks(64, 32, 8, 2), Blocks(32, 32, 8, 1)),
+    "sm_100": (Blocks(64, 64, 8, 2), Blocks(64, 32, 8, 2), Blocks(32, 32, 8, 1)),
+    "gfx9": (Blocks(64, 64, 8, 1), Blocks(64, 32, 8, 1), Blocks(32, 32, 8, 1)),
+    "interpreter": (Blocks(32, 64, 4, 1),) * 3,
+}
+# Without tensor cores: products in float32 unless tf32 is allowed, and the additive score.
+SINGLE = Blocks(32, 32, 4, 2)
+
+
+def choose(
+    table: Mapping[str, tuple[Blocks, ...]], architecture: str, width: int, *, wide_products: bool, tiles: bool
+) -> Blocks:
+    """Choose the blocks of a kernel for vectors of this width.
+
+    wide_products: products in float32, or an additive score. tiles: blocks may not cross tiles of 64 rows and keys.
+    """
+    blocks = table[architecture][0 if width <= 64 else 1 if width <= 128 else 2]
+    if wide_products and architecture != "interpreter":
+        blocks = SINGLE
+    if tiles:
+        blocks = blocks._replace(rows=min(blocks.rows, 64), keys=min(blocks.keys, 64))
+    return blocks

@@ -1,0 +1,30 @@
+"""The kernels with all of their derivatives."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from torch import Tensor
+
+from regard.engines.derivatives import Tensors
+from regard.engines.lowering import LoweredOperator, LoweredTensors, select_wanted
+from regard.engines.tensor_memory import materialize
+from regard.engines.triton.arguments import Layout
+from regard.engines.triton.attention import forward
+from regard.engines.triton.gradients import backward
+
+
+@dataclass(frozen=True, eq=False)
+class TritonOperator(LoweredOperator):
+    """The kernels as an operator on `LoweredTensors`."""
+
+    layout: Layout
+
+    def compute(self, tensors: Tensors) -> tuple[Tensor, ...]:
+        return forward(LoweredTensors(*tensors), self.fixed, self.layout)
+
+    def gradients(self, tensors: Tensors, results: Tensors, grads: Tensors, wanted: Sequence[bool]) -> Tensors:
+        given = [None if grad is None else materialize(grad) for grad in (*grads, *(None,) * (3 - self.outputs))]
+        found = backward(LoweredTensors(*tensors), self.fixed, self.layout, results, given, wanted)
+        return select_wanted(found, wanted)
