@@ -103,6 +103,15 @@ KNOWN: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {  # content of config
          "vocab_size": 100352},
         {"arrangement": "output", "qk_norm_span": "token", "kv_heads": None, "rotary": rg.nn.Rotary(500000.0)},
     ),
+    "starcoder 2 3B": (
+        {"model_type": "starcoder2", "attention_dropout": 0.1, "embedding_dropout": 0.1, "hidden_act":
+         "gelu_pytorch_tanh", "hidden_size": 3072, "intermediate_size": 12288, "max_position_embeddings": 16384,
+         "mlp_type": "default", "norm_epsilon": 1e-05, "norm_type": "layer_norm", "num_attention_heads": 24,
+         "num_hidden_layers": 30, "num_key_value_heads": 2, "residual_dropout": 0.1, "rope_theta": 999999.4420358813,
+         "sliding_window": 4096, "use_bias": True, "vocab_size": 49152},
+        {"norm": "layer", "bias": True, "gated": False, "windows": (4096,), "tied": True, "dropout": 0.1,
+         "activation": "gelu_tanh", "eps": 1e-5, "kv_heads": 2},
+    ),
     "phi 4 mini": (
         {"model_type": "phi3", "attention_bias": False, "embd_pdrop": 0.0, "hidden_act": "silu", "hidden_size": 3072,
          "intermediate_size": 8192, "max_position_embeddings": 131072, "num_attention_heads": 24,

@@ -31,7 +31,7 @@ def load(
     - text: BERT, RoBERTa, XLM-RoBERTa, DistilBERT, ALBERT, DeBERTa-v2 and v3, MPNet, ModernBERT, with their heads, and
       folders of sentence-transformers
     - language: GPT-2, Llama, Mistral, Qwen2, Qwen3, Gemma 2, Gemma 3 (text), gpt-oss, SmolLM3, OLMo 2, Phi-3,
-      DeepSeek-V2, DeepSeek-V3, Qwen3-Next
+      StarCoder2, DeepSeek-V2, DeepSeek-V3, Qwen3-Next
     - translation: T5, mT5, Marian, BART, mBART, M2M100 and NLLB
     - vision: ViT, DINOv2, DETR; with text: CLIP, SigLIP
     - speech: Whisper, Wav2Vec2 with CTC

@@ -19,7 +19,7 @@ from regard.models.checkpoints.families.language import (
     sizes,
     write_rotary,
 )
-from regard.models.checkpoints.family import Family, Field, Values, activation
+from regard.models.checkpoints.family import Family, Field, Values
 from regard.models.checkpoints.tensor_names import PLAIN, Rule, selected_rows, table
 from regard.models.config_fields import cycle, effective_value
 from regard.models.language import DeltaSizes, LanguageConfig
@@ -153,9 +153,10 @@ QWEN3_NEXT = Family(
         Field("kv_heads", "num_key_value_heads", 2),
         Field("tied", "tie_word_embeddings", False),
         Field("experts_per_token", "num_experts_per_tok", 10),
-        activation("activation", "hidden_act", "silu"),
     ),
-    fixed=LLAMA_PARTS | {"norm": "unit_rms", "bias": False, "qk_norm": True, "output_gate": True},
+    fixed=LLAMA_PARTS
+    | {"norm": "unit_rms", "bias": False, "qk_norm": True, "output_gate": True, "activation": "silu"},
+    only={"hidden_act": ("silu",)},  # of the feed-forward layers, and of the convolutions of linear attention
     read=read,
     types=rope.TYPES
     | {"layer_types": list[str], "mlp_only_layers": list[int], "norm_topk_prob": bool}
