@@ -132,7 +132,7 @@ def test_a_cache(seed: int) -> None:
     else:
         k_cache, v_cache = tensors(seed + 1, (5, capacity, 2, 8), (5, capacity, 2, 8))
     leftpad = torch.tensor([1, 0, 3]) if draw.random() < 0.5 else None
-    rotary, interleaved = draw.random() < 0.5, draw.random() < 0.5
+    rotary, interleaved = draw.random() < 0.5 and new > 0, draw.random() < 0.5
     angles = torch.arange(capacity)[:, None] * torch.tensor([1.0, 0.1, 0.01], dtype=torch.float64)
     cos, sin = angles.cos(), angles.sin()
 
@@ -178,3 +178,25 @@ def test_what_is_not_supported_raises() -> None:
     edges, others = torch.tensor([0, 4]), torch.tensor([0, 3])
     with pytest.raises(NotImplementedError, match="as many queries as keys"):
         flash_attn_varlen_func(q[0], q[0, :3], q[0, :3], edges, others, 4, 3, alibi_slopes=torch.rand(2))
+
+
+def test_what_flash_attn_refuses_for_a_cache_raises() -> None:
+    q, cache = torch.randn(2, 1, 4, 8), torch.randn(3, 4, 2, 8)
+    table = torch.randn(16, 4)
+    with pytest.raises(ValueError, match="rotary_cos and rotary_sin need new keys and values"):
+        flash_attn_with_kvcache(q, cache, cache, rotary_cos=table, rotary_sin=table, cache_seqlens=3)
+    with pytest.raises(ValueError, match="cache_batch_idx cannot be combined with block_table"):
+        flash_attn_with_kvcache(
+            q, cache, cache, cache_seqlens=3, block_table=torch.tensor([[0], [1]]), cache_batch_idx=torch.tensor([1, 0])
+        )
+
+
+def test_pages_after_the_end_of_a_row_are_not_read() -> None:
+    (q,), caches = tensors(1, (2, 1, 4, 8)), tensors(2, (5, 4, 2, 8), (5, 4, 2, 8))
+    lengths = torch.tensor([3, 10])
+    found = flash_attn_with_kvcache(
+        q, *caches, cache_seqlens=lengths, block_table=torch.tensor([[2, 10**6, -7], [0, 4, 1]]), causal=True
+    )
+    for row, pages in enumerate(([2], [0, 4, 1])):
+        k, v = (cache[pages].flatten(0, 1)[: lengths[row]] for cache in caches)
+        torch.testing.assert_close(found[row], define(q[row], k, v)[0])

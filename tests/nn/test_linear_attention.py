@@ -173,3 +173,19 @@ def test_a_long_sequence_takes_memory_in_proportion_to_its_length():
         saved = output.grad_fn.saved_tensors
         shapes.append(sum(x.numel() for x in saved if x is not None))
     assert shapes[1] < 4.01 * shapes[0]
+
+
+def test_a_capture_names_the_recurrent_layers_that_it_cannot_record():
+    import regard.view
+
+    blocks = [
+        rg.nn.Block(each, rg.nn.FeedForward(16, 16), residual=lambda: rg.nn.PreNorm(16))
+        for each in (build("GatedDeltaNet").float(), rg.nn.MultiHeadAttention(16, 2), build("Mamba2").float())
+    ]
+    stack = rg.nn.Encoder(blocks)
+    with (
+        pytest.warns(UserWarning, match=r"not in the record: layers\.0\.attention, layers\.2\.attention$"),
+        rg.view.capture(stack) as record,
+    ):
+        stack(torch.randn(1, 5, 16))
+    assert [each.name for each in record.attentions] == ["layers.1.attention"]

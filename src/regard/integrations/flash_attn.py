@@ -152,6 +152,14 @@ def flash_attn_with_kvcache(
     _check_axes({"q": q, "k_cache": k_cache, "v_cache": v_cache}, 4, "(batch, sequence, heads, width)")
     if (k is None) != (v is None):
         raise ValueError("k and v must be given together")
+    if rotary_cos is not None and k is None:
+        raise ValueError(
+            "rotary_cos and rotary_sin need new keys and values, k and v, which they rotate as the queries"
+        )
+    if block_table is not None and cache_batch_idx is not None:
+        raise ValueError(
+            "cache_batch_idx cannot be combined with block_table, whose rows are those of q; reorder those"
+        )
     batch, queries = q.shape[:2]
     capacity = k_cache.shape[1] if block_table is None else block_table.shape[1] * k_cache.shape[1]
     if cache_seqlens is None:
@@ -181,8 +189,11 @@ def flash_attn_with_kvcache(
             k_cache[page, slot], v_cache[page, slot] = k.to(k_cache), v.to(v_cache)
     longest = int(total.max())
     if block_table is not None:
-        every = torch.full((batch,), longest, device=q.device)
-        keys, values = (torch.stack(_read_pages(cache, block_table, every)) for cache in (k_cache, v_cache))
+        size = k_cache.shape[1]
+        pages = block_table.long()[:, : -(-longest // size)]
+        used = torch.arange(pages.shape[1], device=q.device) * size < total[:, None]  # others may hold anything
+        pages = torch.where(used, pages, 0)
+        keys, values = (cache[pages].flatten(1, 2)[:, :longest] for cache in (k_cache, v_cache))
     elif cache_batch_idx is None:
         keys, values = k_cache[:batch, :longest], v_cache[:batch, :longest]
     else:

@@ -21,6 +21,7 @@ from regard.masks import Mask
 from regard.masks.algebra import And
 from regard.masks.patterns import Causal
 from regard.nn.cache import CrossCache
+from regard.nn.recurrent import RecurrentLayer
 from regard.view.captured_attention import CapturedAttention, Kind
 from regard.view.inputs import model_inputs, next_token
 from regard.view.model_call import ModelCall
@@ -32,6 +33,7 @@ BEAMS = (
     "beam search was captured: the record holds the beam ranked first at the last step, which need not be the one "
     "that was returned; for the weights of the returned tokens, capture one forward pass over them"
 )
+RECURRENT = "recurrent layers have a state instead of weights and are not in the record: {}"
 CROSS_ARGUMENTS = ("source", "key_value_states", "encoder_hidden_states")
 
 
@@ -52,7 +54,8 @@ def capture(
     Tokens generated one by one with a cache become rows of one attention. If a module is called again without
     continuing from its earlier keys, the last call replaces the earlier ones. After beam search the record holds the
     beam ranked first at the last step, which need not be the one that is returned, and a warning is issued; for the
-    weights of the returned tokens, capture one forward pass over them.
+    weights of the returned tokens, capture one forward pass over them. Recurrent layers have no weights; a warning
+    names those that ran.
 
     >>> import regard as rg, regard.view, torch
     >>> config = rg.models.TextConfig(vocabulary=100, d_model=32, layers=2, heads=4, d_hidden=64)
@@ -104,6 +107,7 @@ class _Recorder:
         self.attended = True  # whether attention was computed since that embedding
         self.parents: Tensor | None = None  # batch rows that decoder self-attention continues from in this forward pass
         self.restarted = False  # whether decoder self-attention started a new sequence in this forward pass
+        self.recurrent: dict[str, None] = {}  # names of the recurrent layers that ran
 
     def embed(self, ids: Tensor) -> None:
         """Keep the ids of the first embedding before an attention: position and segment tables are looked up later."""
@@ -119,6 +123,8 @@ class _Recorder:
         decoder = [captured for captured in self.record.attentions if captured.kind == "decoder"]
         if any(call.parents is not None for captured in decoder for call in captured.calls):
             warnings.warn(BEAMS, stacklevel=4)
+        if self.recurrent:
+            warnings.warn(RECURRENT.format(", ".join(self.recurrent)), stacklevel=4)
         for captured in self.record.attentions:
             captured.end()
             if len(captured.calls) > 1:  # steps of a generation: the last call does not compute all of them
@@ -127,6 +133,8 @@ class _Recorder:
     def enter_module(self, running: RunningModule) -> None:
         if len(self.modules.stack) == 1:
             self.parents, self.restarted = None, False
+        if isinstance(running.module, RecurrentLayer):
+            self.recurrent[running.name] = None
         if not running.name:
             self.record.inputs = model_inputs(running.module, running.args, running.kwargs)
             self.record.call = ModelCall.copy(*running[1:])
