@@ -73,6 +73,15 @@ def test_all_parameters_have_gradients_and_bfloat16_is_near(name):
     assert (rounded - exact).abs().max() < 0.1 * exact.abs().max()
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_the_norm_of_small_outputs_does_not_depend_on_the_dtype(dtype):
+    layer, x = build("Retention"), torch.randn(1, 9, 16, dtype=torch.float64)
+    with torch.no_grad():
+        layer.value.weight.mul_(1e-3)
+        exact, found = layer(x), layer.to(dtype)(x.to(dtype))
+    assert (found - exact).abs().max() < 8 * torch.finfo(dtype).eps * exact.abs().max()
+
+
 @layers
 def test_unsupported_calls_raise(name):
     layer, x = build(name), torch.randn(1, 4, 16, dtype=torch.float64)

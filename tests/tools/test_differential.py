@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 import torch
-from tools.differential import FAMILIES, Finding, check, replay, simplify
+from tools.differential import FAMILIES, Finding, check, is_confirmed, replay, simplify
 from tools.differential.__main__ import main
 from tools.differential.draw import Draw
 from torch import Tensor, nn
@@ -21,10 +21,8 @@ WAYS = ["float32", "float64", "gradients-float64", "state-dict", "functional-cal
 MODES = ["float64", "duals-float64", "jvp-float64", "frozen", "bfloat16"]
 ABSTRACT = {rg.nn.Residual}
 NOT_DRAWN = {  # compared with loops and with Transformers in tests of their own
-    rg.nn.DeltaNet, rg.nn.GatedDeltaNet, rg.nn.GatedLinearAttention, rg.nn.Mamba2, rg.nn.Retention,
-    rg.nn.ShortConvolution, rg.nn.LayerScale, rg.nn.Experts, rg.nn.OutputNorm, rg.nn.TokenNorm, rg.nn.ProbePooling,
-    rg.nn.RelativeEmbedding, models.DualEncoder, rg.nn.LatentAttention, rg.nn.DifferentialAttention,
-    rg.nn.TalkingHeadsAttention, rg.nn.CrossLayerAttention, rg.nn.OutputGate,
+    rg.nn.LatentAttention, rg.nn.DifferentialAttention, rg.nn.TalkingHeadsAttention, rg.nn.CrossLayerAttention,
+    rg.nn.OutputGate,
 }  # fmt: skip
 
 
@@ -40,7 +38,7 @@ def one_thread() -> Any:
 @pytest.mark.parametrize("family", FAMILIES)
 def test_a_family_holds_in_a_few_configurations(family: str) -> None:
     findings = [*check(family, 0, WAYS, fixed={}), *check(family, 1, WAYS), *check(family, 2, MODES)]
-    assert [str(finding) for finding in findings] == []
+    assert [str(finding) for finding in findings if is_confirmed(finding)] == []
 
 
 def test_every_module_and_model_is_drawn() -> None:

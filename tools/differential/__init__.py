@@ -1,6 +1,6 @@
 """A differential tester: every module and model, run in many ways, against one plain path in float64."""
 
-from tools.differential.search import FAMILIES, Finding, check, replay, search, simplify
+from tools.differential.search import FAMILIES, Finding, check, is_confirmed, replay, search, simplify
 from tools.differential.ways import WAYS
 
-__all__ = ["FAMILIES", "WAYS", "Finding", "check", "replay", "search", "simplify"]
+__all__ = ["FAMILIES", "WAYS", "Finding", "check", "is_confirmed", "replay", "search", "simplify"]

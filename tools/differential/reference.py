@@ -1,28 +1,85 @@
-"""The yardstick: one sequence after the other, with the reference engine and attention modules written step by step."""
+"""The yardstick: one sequence after the other, in attention written out use_reference, without an engine."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass
 from typing import Any
 from unittest import mock
 
+import torch
 import torch.nn.functional as F
+from tests.definition import Reader, dense, output_of, parts_of
 from torch import Tensor
 
 import regard as rg
 from regard.engines.select import ENGINES, exclude_engine
-from regard.nn import LayerContext, MultiHeadAttention
+from regard.nn import Experts, LayerContext, LayerScale, MultiHeadAttention, OutputNorm, ProbePooling, RelativeEmbedding
+from regard.nn.recurrent import RecurrentLayer
+from tools.differential.recurrent import recurrent
 
 
 @contextmanager
 def use_reference() -> Iterator[None]:
-    """Inside this context, only the reference engine computes, and `MultiHeadAttention` runs `multi_head`."""
+    """Within, no engine computes: attention and the modules below are the functions of this file."""
     with ExitStack() as stack:
-        for name in [name for name in ENGINES if name != "reference"]:
+        for name in list(ENGINES):
             stack.enter_context(exclude_engine(name))
-        stack.enter_context(mock.patch.object(MultiHeadAttention, "forward", multi_head))
+        for owner, name, function in (
+            (rg.Attention, "forward", attend), (rg.Attention, "forward_local", attend),
+            (rg.Attention, "weights", weights), (MultiHeadAttention, "forward", multi_head),
+            (RelativeEmbedding, "forward", relative_positions), (RecurrentLayer, "forward", recurrent),
+            (Experts, "forward", experts), (ProbePooling, "forward", probe_pooling),
+            (OutputNorm, "forward", output_norm), (LayerScale, "forward", layer_scale),
+        ):  # fmt: skip
+            stack.enter_context(mock.patch.object(owner, name, function))
         yield
+
+
+class Exact(Reader):
+    """Reads the tensors of a description as they are, so that gradients reach them."""
+
+    def leaf(self, x: Tensor) -> Tensor:
+        return x.to(self.dtype)
+
+
+@dataclass
+class Sum:
+    """Biases that are added, as `tests.definition` reads them."""
+
+    terms: tuple[Any, ...]
+
+
+def attend(self: rg.Attention, query: Tensor, key: Tensor, value: Tensor, *, extra: Tensor | None = None) -> Tensor:
+    """Softmax attention of a description; `extra` (B, H, Q, K) is added to the scores.
+
+    The gradients are those of weights that are computed again from the log-sum-exp, as every kernel with O(N) memory
+    does. In float32 it is moved by one rounding, upwards or downwards: see "Log-sum-exp" in docs/inside/rounding.md.
+    """
+    dtype, axes = torch.promote_types(query.dtype, torch.float32), query.dim()
+    parts = [x.to(dtype).reshape((1,) * (4 - axes) + x.shape) for x in (query, key, value)]
+    batch = max(len(x) for x in parts)
+    parts = [x.expand(batch, *x.shape[1:]) for x in parts]
+    read = Exact(dtype)
+    bias = self.bias if extra is None else Sum((*parts_of(self.bias), extra))
+    names = ("score", "mask", "offset", "temperature", "sink")
+    exact = dense(*parts, {name: getattr(self, name) for name in names} | {"bias": bias}, read)
+    lse = exact.lse[..., None]
+    empty = lse.isinf()  # nothing is visible
+    again = (exact.logits - lse.masked_fill(empty, 0)).exp().masked_fill(empty, 0)
+    if dtype == torch.float32:
+        signs = torch.randint(0, 2, lse.shape, generator=torch.Generator().manual_seed(0)) * 2 - 1
+        again = again * (1 + torch.finfo(dtype).eps / 2 * signs * lse.detach().masked_fill(empty, 0))
+    output = output_of(again, exact.value, bias, read, exact.at)
+    output = exact.output.detach() + (output - output.detach())
+    return output.to(query.dtype).reshape(output.shape[4 - axes :])
+
+
+def weights(self: rg.Attention, query: Tensor, key: Tensor) -> Tensor:
+    """The weights (B, H, Q, K) of `attend`: its output for values that are the unit vectors."""
+    units = torch.eye(key.shape[-2], dtype=key.dtype).expand(*key.shape[:-1], -1)
+    return attend(self, query, key, units)
 
 
 def multi_head(
@@ -65,5 +122,64 @@ def multi_head(
         }
         q = rg.rotary(q, context.positions, **options)
         k = rg.rotary(k, context.positions if source is None else None, **options)
-    out = context.combine(self.attend)(q, k, v)
+    extra = None
+    if context.relative is not None:  # DeBERTa: from tokens to positions, and from positions to tokens
+        vectors, rows = context.relative
+        p = vectors[rows]  # (N, N, d_model): the vector of query i and key j
+        p_query = project(p, weight, offset, 0, self.widths[0], self.heads)
+        p_key = project(p, weight, offset, first, middle, self.kv_heads)
+        extra = torch.einsum("bhid,ijhd->bhij", q, p_key) + torch.einsum("bhjd,ijhd->bhij", k, p_query)
+        scale: Any = self.attend.score.scale  # type: ignore[attr-defined]
+        extra = extra * (self.d_head**-0.5 if scale is None else scale)
+    out = attend(context.combine(self.attend), q, k, v, extra=extra)
     return F.linear(out.transpose(1, 2).flatten(2), self.output.weight, self.output.bias)
+
+
+def relative_positions(self: RelativeEmbedding, length: int) -> tuple[Tensor, Tensor]:
+    """`RelativeEmbedding.forward`: vectors, and the row of each query i and key j."""
+    rows = [[relative_row(i - j, self.span, self.max_distance) for j in range(length)] for i in range(length)]
+    return self.norm(self.table), torch.tensor(rows)
+
+
+def relative_row(distance: int, span: int, most: int) -> int:
+    """DeBERTa's row, by integers: ceil(log(distance / middle) / log((most - 1) / middle) (middle - 1)) for far ones."""
+    middle, size = span // 2, abs(distance)
+    if most > span and size > middle:
+        step = 0
+        while size ** (middle - 1) * middle**step > (most - 1) ** step * middle ** (middle - 1):
+            step += 1
+        distance = (middle + step) * (1 if distance > 0 else -1)
+    return min(max(distance + span, 0), 2 * span - 1)
+
+
+def experts(self: Experts, x: Tensor) -> Tensor:
+    """`Experts.forward`, one token after the other."""
+    rows = []
+    for token in x.flatten(0, -2):
+        logits = F.linear(token, self.router.weight, self.router.bias)
+        chosen = logits.argsort(descending=True)[: self.per_token]
+        shares = logits[chosen].exp() / logits[chosen].exp().sum()
+        rows.append(sum(share * expert(self, int(n), token) for share, n in zip(shares, chosen, strict=True)))
+    return torch.stack(rows).view(x.shape) if rows else x
+
+
+def expert(self: Experts, n: int, token: Tensor) -> Tensor:
+    both = self.up[n] @ token + (0 if self.up_bias is None else self.up_bias[n])
+    gate, up = both[: len(both) // 2], both[len(both) // 2 :]
+    if self.limit is not None:
+        gate, up = gate.clamp(max=self.limit), up.clamp(-self.limit, self.limit) + 1
+    return self.output[n] @ (self.activation(gate) * up) + (0 if self.output_bias is None else self.output_bias[n])
+
+
+def probe_pooling(self: ProbePooling, x: Tensor, mask: Tensor | None = None) -> Tensor:
+    context = LayerContext(None if mask is None else rg.dense(mask[:, None, None]))
+    pooled = multi_head(self.attention, self.probe.expand(len(x), 1, -1), x, context=context)  # type: ignore[arg-type]
+    return self.residual(pooled, self.feedforward)[:, 0]
+
+
+def output_norm(self: OutputNorm, x: Tensor, sublayer: Any, *args: Any, **kwargs: Any) -> Tensor:
+    return x + self.norm(sublayer(x, *args, **kwargs))
+
+
+def layer_scale(self: LayerScale, x: Tensor, sublayer: Any, *args: Any, **kwargs: Any) -> Tensor:
+    return x + self.scale * sublayer(self.norm(x), *args, **kwargs)

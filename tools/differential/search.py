@@ -102,6 +102,8 @@ def make_finding(family: str, way: str, reason: str, draw: Draw) -> Finding:
 
 def simplify(finding: Finding, seconds: float = SHRINKING) -> Finding:
     """Return the finding with as many choices as possible at their first option."""
+    if finding.way == "yardstick":
+        return finding  # no way to run again
     until = time.monotonic() + seconds
     kind = finding.reason.split(":")[0] if finding.reason.startswith("raises") else "sequence"
     again = True
@@ -136,10 +138,10 @@ def why_it_fails(finding: Finding, fixed: Mapping[str, int]) -> str | None:
 def is_confirmed(finding: Finding) -> bool:
     """Whether other numbers fail too.
 
-    A gradient jumps where a ReLU's input or the difference of two maxima is within a rounding of 0: that is no error,
-    and it does not happen twice.
+    A gradient jumps where a ReLU's input or the difference of two maxima is within a rounding of 0, and in bfloat16 so
+    does the norm of a small output: that is no error, and it does not happen twice.
     """
-    if not finding.way.rsplit("/", 1)[1].startswith(("gradients", "checkpointing", "jvp", "duals")):
+    if not finding.way.rsplit("/", 1)[-1].startswith(("gradients", "checkpointing", "jvp", "duals", "bfloat16")):
         return True
     others = [finding.fixed | {"values": number} for number in range(4) if number != finding.fixed.get("values")]
     return any(why_it_fails(finding, fixed) is not None for fixed in others)

@@ -21,16 +21,18 @@ class Retention(RecurrentLayer):
 
         output = (norm(retention(q, k, v)) * silu(x W_g)) W_o        norm: per head, without weights
 
-    d_value: width of a head's values, twice that of its queries by default.
+    d_value: width of a head's values, twice that of its queries by default. eps: of the norm.
 
     >>> import regard as rg, torch
     >>> rg.nn.Retention(32, heads=4)(torch.randn(2, 10, 32)).shape
     torch.Size([2, 10, 32])
     """
 
-    def __init__(self, d_model: int, heads: int, *, d_value: int | None = None, rotary: Rotary | None = None) -> None:
+    def __init__(
+        self, d_model: int, heads: int, *, d_value: int | None = None, rotary: Rotary | None = None, eps: float = 1e-6
+    ) -> None:
         super().__init__()
-        self.heads, self.d_head = heads, _divide(d_model, heads)
+        self.heads, self.d_head, self.eps = heads, _divide(d_model, heads), eps
         self.d_value = 2 * self.d_head if d_value is None else d_value
         self.query, self.key = linear(d_model, d_model, bias=False), linear(d_model, d_model, bias=False)
         self.value = linear(d_model, heads * self.d_value, bias=False)
@@ -47,7 +49,7 @@ class Retention(RecurrentLayer):
         return Inputs(query, key, _heads(self.value(x), self.heads))
 
     def project_output(self, x: Tensor, inputs: Inputs, output: Tensor) -> Tensor:
-        return self.output(F.rms_norm(output, output.shape[-1:]).flatten(2) * F.silu(self.gate(x)))
+        return self.output(F.rms_norm(output, output.shape[-1:], eps=self.eps).flatten(2) * F.silu(self.gate(x)))
 
 
 class GatedLinearAttention(RecurrentLayer):

@@ -18,7 +18,10 @@ RMS_NORM = partial(nn.RMSNorm, eps=1e-6)  # without eps, torch takes that of the
 NORMS: dict[str, Callable[[int], nn.Module]] = {
     "layer": nn.LayerNorm, "rms": RMS_NORM, "unit_rms": rg.nn.UnitRMSNorm,
 }  # fmt: skip
-RESIDUALS = {"pre": rg.nn.PreNorm, "post": rg.nn.PostNorm, "sandwich": rg.nn.SandwichNorm}
+RESIDUALS: dict[str, Callable[..., rg.nn.Residual]] = {
+    "pre": rg.nn.PreNorm, "post": rg.nn.PostNorm, "sandwich": rg.nn.SandwichNorm, "output": rg.nn.OutputNorm,
+    "layer_scale": rg.nn.LayerScale,
+}  # fmt: skip
 
 
 class Described(NamedTuple):
@@ -114,11 +117,15 @@ def rotary(draw: Draw, d_head: int) -> rg.nn.Rotary | None:
 
 def attention(draw: Draw, size: Sizes, attend: rg.Attention, *, d_source: int | None = None) -> nn.Module:
     norms = draw.pick("norms of query, key", [(False, False), (True, True), (True, False), (False, True)])
+    together = draw.pick("norm of all heads", [False, True])
+
+    def norm(heads: int) -> nn.Module:
+        return rg.nn.TokenNorm(RMS_NORM(heads * size.d_head)) if together else RMS_NORM(size.d_head)
+
     return rg.nn.MultiHeadAttention(
         size.d_model, size.heads, kv_heads=size.kv_heads, d_head=size.d_head, d_value=size.d_value, d_source=d_source,
         attend=attend, rotary=rotary(draw, size.d_head), bias=draw.pick("projection bias", [True, False]),
-        query_norm=RMS_NORM(size.d_head) if norms[0] else None,
-        key_norm=RMS_NORM(size.d_head) if norms[1] else None,
+        query_norm=norm(size.heads) if norms[0] else None, key_norm=norm(size.kv_heads) if norms[1] else None,
     )  # fmt: skip
 
 
@@ -133,3 +140,25 @@ def feedforward(draw: Draw, d_model: int) -> nn.Module:
 def residual(draw: Draw, d_model: int) -> Callable[[], rg.nn.Residual]:
     norm = NORMS[draw.pick("norm", list(NORMS))]
     return partial(RESIDUALS[draw.pick("arrangement", list(RESIDUALS))], d_model, norm)
+
+
+def recurrent(draw: Draw, d_model: int, name: str = "layer") -> nn.Module:
+    """A layer with a recurrent state."""
+    heads, width = draw.pick("heads of a state", [1, 2]), draw.pick("convolution width", [4, 1, 2])
+    d_head, d_value = draw.pick("key width", [4, 6, 16]), draw.pick("value width", [4, 10])
+    values = heads * draw.pick("value heads of a key head", [1, 2])
+    return {
+        "retention": lambda: rg.nn.Retention(
+            d_model, heads, d_value=d_value, rotary=draw.pick("turn", [None, rg.nn.Rotary(100.0)])
+        ),
+        "gla": lambda: rg.nn.GatedLinearAttention(d_model, heads, d_head=d_head, d_value=d_value, rank=3),
+        "mamba2": lambda: rg.nn.Mamba2(
+            d_model, values, d_head=d_value, d_state=d_head, groups=draw.pick("state groups", [1, heads]), width=width
+        ),
+        "deltanet": lambda: rg.nn.DeltaNet(
+            d_model, heads, value_heads=values, d_head=d_head, d_value=d_value, width=width
+        ),
+        "gated deltanet": lambda: rg.nn.GatedDeltaNet(
+            d_model, heads, value_heads=values, d_head=d_head, d_value=d_value, width=width
+        ),
+    }[draw.pick(name, ["retention", "gla", "mamba2", "deltanet", "gated deltanet"])]()

@@ -125,11 +125,16 @@ def speaking(draw: Draw) -> Subject:
     )
 
 
-def vision_config(draw: Draw) -> models.VisionConfig:
+def vision_config(draw: Draw, first: bool | None = None) -> models.VisionConfig:
+    """first: whether there is a class token."""
+    first = draw.pick("class token", [True, False]) if first is None else first
     return models.VisionConfig(
         **common(draw), image=(8, 12), patch=4, channels=2, stem=draw.pick("stem", [(), (8,)]), classes=3,
-        arrangement=draw.pick("arrangement", ["pre", "post", "sandwich"]), eps=1e-6,
+        arrangement=draw.pick("arrangement", ["pre", "post", "sandwich", "output", "layer_scale"]), eps=1e-6,
         norm=draw.pick("norm", ["layer", "rms"]), qkv_bias=draw.pick("qkv bias", [True, False]),
+        class_token=first, patch_bias=draw.pick("patch bias", [True, False]),
+        embedding_norm=draw.pick("image embedding norm", [False, True]), gated=draw.pick("image gated", [False, True]),
+        pooling=draw.pick("image pooling", ["first", "first_mean", "probe"] if first else ["probe"]),
     )  # fmt: skip
 
 
@@ -151,7 +156,7 @@ def vision(draw: Draw) -> Subject:
     def rows(out: Tensor) -> Tensor:
         if kind is models.ImageClassifier or mask is None:
             return out
-        return out[torch.cat((torch.tensor([True]), seen))]
+        return out[F.pad(seen, (int(config.class_token), 0), value=True)]
 
     def hide(image: Tensor) -> Tensor:
         """Other pixels where a patch is not seen."""
@@ -229,7 +234,7 @@ def graph(draw: Draw) -> Subject:
 
 @family
 def match(draw: Draw) -> Subject:
-    config = models.MatchConfig(text_config(draw), vision_config(draw), draw.pick("fusion layers", [2, 0, 1]))
+    config = models.MatchConfig(text_config(draw), vision_config(draw, True), draw.pick("fusion layers", [2, 0, 1]))
     lengths = lengths_of(draw)
     items = list(
         zip([noise(draw, 2, 8, 12, name=f"image {n}") for n in range(len(lengths))], ids(draw, lengths), strict=True)
@@ -244,6 +249,56 @@ def match(draw: Draw) -> Subject:
     return Subject(
         fresh(lambda: models.ImageTextMatcher(config), draw), items, plain, {"alone": alone(plain)} | forms, saves=True
     )
+
+
+@family
+def dual_encoder(draw: Draw) -> Subject:
+    """Images and texts; the result of a pair is the logit of its image and text."""
+    text, vision, stop = text_config(draw), vision_config(draw), draw.pick("stop token", [None, VOCABULARY - 1])
+    d_image = vision.d_model * (2 if vision.pooling == "first_mean" else 1)
+    projected = draw.pick("image projection", [True, False])
+    config = models.DualEncoderConfig(
+        text, vision, d_output=6 if projected else d_image, image_projection=projected,
+        text_bias=draw.pick("text bias", [False, True]), text_pooling=draw.pick("text pooling", ["stop", "last"]),
+        stop=stop, logit_bias=draw.pick("logit bias", [False, True]),
+    )  # fmt: skip
+    lengths = lengths_of(draw)
+    if config.text_pooling == "last":  # for texts of one length
+        lengths = [lengths[0]] * len(lengths)
+    texts = [row.clamp(max=VOCABULARY - 2) for row in ids(draw, lengths)]
+    for n, row in enumerate(texts):
+        row[draw.random(f"place of the stop token {n}").randrange(len(row))] = VOCABULARY - 1
+    images = [noise(draw, 2, 8, 12, name=f"image {n}") for n in range(len(lengths))]
+    items = list(zip(images, texts, strict=True))
+
+    def plain(module: Any, item: Item) -> Tensor:
+        x, y = module.image(item[0][None]), module.text(item[1][None])
+        picture = {
+            "first": lambda: x[0, 0], "first_mean": lambda: torch.cat((x[0, 0], x[0, 1:].mean(0))),
+            "probe": lambda: module.image_pooling(x)[0],
+        }[vision.pooling]()  # fmt: skip
+        at = len(item[1]) - 1 if config.text_pooling == "last" else item[1].tolist().index(VOCABULARY - 1)
+        words = F.linear(y[0, at], module.text_projection.weight, module.text_projection.bias)
+        picture = picture if module.image_projection is None else module.image_projection.weight @ picture
+        cosine = (picture @ words) / (picture @ picture * (words @ words)).sqrt()
+        return module.scale.exp() * cosine + (0 if module.bias is None else module.bias)
+
+    def logits(module: Any, images: Tensor, *texts: Any) -> list[Tensor]:
+        return list(module(images, *texts).diagonal())
+
+    def padded(layout: Any, module: Any, items: Sequence[Item]) -> list[Tensor]:
+        return logits(module, torch.stack([x for x, _ in items]), layout.fill([y for _, y in items]), layout.mask)
+
+    def packed(module: Any, items: Sequence[Item]) -> list[Tensor]:
+        return logits(module, torch.stack([x for x, _ in items]), rg.pack([y for _, y in items]))
+
+    def listed(module: Any, items: Sequence[Item]) -> list[Tensor]:
+        return logits(module, torch.stack([x for x, _ in items]), [y for _, y in items])
+
+    forms = {"packed": packed, "list": listed}
+    if config.text_pooling == "stop":
+        forms |= padded_forms(draw, lengths, ("right", "left"), padded)
+    return Subject(fresh(lambda: models.DualEncoder(config), draw), items, plain, forms, saves=True)
 
 
 @family

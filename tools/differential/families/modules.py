@@ -297,6 +297,10 @@ def encoder(draw: Draw) -> Subject:
     layers, repeat = draw.pick("layers", [1, 2, 3]), draw.pick("repeat", [1, 1, 2])
     shared_description = draw.pick("layers share a description", [True, False])
     relative = draw.pick("relative bias", [False, False, True])
+    # of several words per position, an even and an odd span, distances on a logarithmic scale or clipped
+    span, most = draw.pick("span, max_distance", [(4, 11), (5, 5), (2, 2), (7, 40)])
+    fits = size.heads == size.kv_heads and type(about.make().score) is rg.Dot and about.make().score.softcap is None
+    disentangled = fits and draw.pick("disentangled", [False, False, True])
 
     def build() -> nn.Module:
         one = about.make()
@@ -306,13 +310,16 @@ def encoder(draw: Draw) -> Subject:
             if relative
             else None
         )
-        return rg.nn.Encoder(blocks, norm=nn.LayerNorm(size.d_model), bias=bias, repeat=repeat)
+        vectors = rg.nn.RelativeEmbedding(size.d_model, span=span, max_distance=most) if disentangled else None
+        return rg.nn.Encoder(blocks, norm=nn.LayerNorm(size.d_model), bias=bias, relative=vectors, repeat=repeat)
 
     def call(module: nn.Module, x: Tensor, *, context: LayerContext | None = None, cache: Any = None) -> Tensor:
         return module(x, context=context, cache=cache)
 
     plain = as_batch_of_one(forward)
     forms = {"alone": alone(plain)} | stack_forms(draw, lengths, call, lambda module: module.cache(), about)
+    if disentangled:  # self-attention of one padded batch
+        forms = {name: form for name, form in forms.items() if name not in ("packed", "stepwise")}
     items = [(x,) for x in hidden(draw, lengths, size.d_model)]
     return Subject(fresh(build, draw), items, plain, forms, frozenset({"stepwise"}), compiles=frozenset({"alone"}))
 
@@ -387,18 +394,22 @@ def cross_block(draw: Draw, width: int, heads: int) -> rg.nn.CrossBlock:
 @family
 def sets(draw: Draw) -> Subject:
     heads, lengths = draw.pick("heads", [1, 2]), lengths_of(draw)
-    width, points, kind = 8 * heads, draw.pick("points", [1, 2, 5]), draw.pick("kind", ["seeds", "induced"])
+    width, points, kind = 8 * heads, draw.pick("points", [1, 2, 5]), draw.pick("kind", ["seeds", "induced", "probe"])
 
     def build() -> nn.Module:
         if kind == "seeds":
             return rg.nn.SeedPooling(width, points, cross_block(draw, width, heads))
+        if kind == "probe":
+            own = rg.nn.MultiHeadAttention(width, heads, attend=rg.Attention(offset=0))
+            return rg.nn.ProbePooling(width, own, feedforward(draw, width), residual(draw, width)())
         return rg.nn.InducedBlock(width, points, cross_block(draw, width, heads), cross_block(draw, width, heads))
 
     plain = as_batch_of_one(forward)
     forms = sequence_forms(
-        draw, forward, lengths, pooled=kind == "seeds", filler=draw.pick("filler", ["zeros", "noise"])
-    )
-    forms.pop("list")
+        draw, forward, lengths, packs=kind != "probe", pooled=kind != "induced",
+        filler=draw.pick("filler", ["zeros", "noise"]),
+    )  # fmt: skip
+    forms.pop("list", None)
     items = [(x,) for x in hidden(draw, lengths, width)]
     return Subject(fresh(build, draw), items, plain, {"alone": alone(plain)} | forms)
 

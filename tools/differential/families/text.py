@@ -56,8 +56,7 @@ def ids(draw: Draw, lengths: Sequence[int], vocabulary: int = VOCABULARY, name: 
 def text_config(draw: Draw) -> models.TextConfig:
     sizes = common(draw)
     turn = rg.nn.Rotary(100.0, draw.pick("rotary width", [None, 4]))
-    # without disentangled attention, which the plain path does not compute
-    positions: list[dict[str, Any]] = [{}, {"rotary": turn}, {"layer_rotary": (turn, None)}]
+    positions: list[dict[str, Any]] = [{}, {"rotary": turn}, {"layer_rotary": (turn, None)}, {"disentangled": 6}]
     return models.TextConfig(
         VOCABULARY, **sizes, positions=160, first_position=draw.pick("first position", [0, 2]),
         segments=draw.pick("segments", [2, 0]), d_embedding=draw.pick("embedding width", [None, 6]),
