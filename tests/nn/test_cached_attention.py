@@ -26,7 +26,7 @@ def test_the_lookback_is_that_of_mask_and_offset(description: dict, expected: in
     assert max_lookback(rg.Attention(**description)) == expected
 
 
-@pytest.mark.parametrize("mask", [rg.causal(), rg.window(3, 0)])
+@pytest.mark.parametrize("mask", [rg.causal(), rg.window(3, 0), rg.causal() & rg.window(3, 0)])
 def test_the_lookback_is_traced_in_one_graph(mask: rg.Mask) -> None:
     attend = rg.Attention(mask=mask)
     compiled = torch.compile(lambda x: x + (max_lookback(attend) or 0), backend="eager", fullgraph=True)

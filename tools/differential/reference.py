@@ -125,9 +125,8 @@ def multi_head(
     extra = None
     if context.relative is not None:  # DeBERTa: from tokens to positions, and from positions to tokens
         vectors, rows = context.relative
-        p = vectors[rows]  # (N, N, d_model): the vector of query i and key j
-        p_query = project(p, weight, offset, 0, self.widths[0], self.heads)
-        p_key = project(p, weight, offset, first, middle, self.kv_heads)
+        p_query = project(vectors, weight, offset, 0, self.widths[0], self.heads)[rows]  # (N, N, H, D): of i and j
+        p_key = project(vectors, weight, offset, first, middle, self.kv_heads)[rows]
         extra = torch.einsum("bhid,ijhd->bhij", q, p_key) + torch.einsum("bhjd,ijhd->bhij", k, p_query)
         scale: Any = self.attend.score.scale  # type: ignore[attr-defined]
         extra = extra * (self.d_head**-0.5 if scale is None else scale)
@@ -137,8 +136,8 @@ def multi_head(
 
 def relative_positions(self: RelativeEmbedding, length: int) -> tuple[Tensor, Tensor]:
     """`RelativeEmbedding.forward`: vectors, and the row of each query i and key j."""
-    rows = [[relative_row(i - j, self.span, self.max_distance) for j in range(length)] for i in range(length)]
-    return self.norm(self.table), torch.tensor(rows)
+    row = {d: relative_row(d, self.span, self.max_distance) for d in range(1 - length, length)}
+    return self.norm(self.table), torch.tensor([[row[i - j] for j in range(length)] for i in range(length)])
 
 
 def relative_row(distance: int, span: int, most: int) -> int:

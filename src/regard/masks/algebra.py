@@ -127,7 +127,7 @@ class Mask:
         """
         if (part.heads.start, part.heads.stop, part.columns.start) == (0, frame.H, 0) and part.columns.stop == frame.K:
             return self
-        return NarrowedMask(self, frame.H, frame.K, part.heads.start, part.columns.start)
+        return mark_traced(NarrowedMask(self, frame.H, frame.K, part.heads.start, part.columns.start))
 
     def preview_size(self) -> int:
         """Return a number of tokens that shows the pattern well."""
@@ -148,10 +148,10 @@ class Mask:
         return self.__dict__.get("_traced", False)
 
     def __and__(self, other: Mask) -> Mask:
-        return _mark_traced(And(_flatten(And, self, _mask(other))))
+        return mark_traced(And(_flatten(And, self, _mask(other))))
 
     def __or__(self, other: Mask) -> Mask:
-        return _mark_traced(Or(_flatten(Or, self, _mask(other))))
+        return mark_traced(Or(_flatten(Or, self, _mask(other))))
 
     def __rand__(self, other: Any) -> Mask:
         return _mask(other) & self
@@ -163,7 +163,7 @@ class Mask:
         raise TypeError("a mask has no truth value: combine masks with &, | and ~ instead of and, or and not")
 
     def __invert__(self) -> Mask:
-        return _mark_traced(Not(self))
+        return mark_traced(Not(self))
 
     def __eq__(self, other: object) -> bool:
         if not isinstance(other, Mask):
@@ -210,8 +210,8 @@ def _mask(value: Any) -> Mask:
     return value
 
 
-def _mark_traced(mask: Mask) -> Mask:
-    """Mark a mask that is combined while torch.compile traces, since it exists only in the graph."""
+def mark_traced(mask: Mask) -> Mask:
+    """Mark a mask that is built from others while torch.compile traces, since it exists only in the graph."""
     if torch.compiler.is_compiling():
         object.__setattr__(mask, "_traced", True)
     return mask
@@ -259,7 +259,7 @@ class _Composite(Mask):
         if torch.compiler.is_compiling():
             if not self.traced:
                 return snapshot_in_graph(self)
-            return _mark_traced(self._rebuild(tuple(mask.snapshot() for mask in self._masks())))
+            return mark_traced(self._rebuild(tuple(mask.snapshot() for mask in self._masks())))
         return self.read() if self.live else self
 
     @property
@@ -309,7 +309,7 @@ class Combination(_Composite):
         return max(b for b, _ in extents), max(h for _, h in extents)
 
     def narrow(self, frame: Frame, part: CallSlice) -> Mask:
-        return type(self)(tuple(mask.narrow(frame, part) for mask in self.parts))
+        return mark_traced(type(self)(tuple([mask.narrow(frame, part) for mask in self.parts])))
 
     def preview_size(self) -> int:
         return max(part.preview_size() for part in self.parts)
@@ -400,7 +400,7 @@ class Not(_Composite):
         return self.negated.extent(frame)
 
     def narrow(self, frame: Frame, part: CallSlice) -> Mask:
-        return Not(self.negated.narrow(frame, part))
+        return mark_traced(Not(self.negated.narrow(frame, part)))
 
     def preview_size(self) -> int:
         return self.negated.preview_size()

@@ -14,7 +14,7 @@ from torch import Tensor
 from regard.fingerprint import function_state, reads_tensors
 from regard.geometry import CallSlice, Frame, Indices, format_shape, pad_leading, to_numpy
 from regard.hashing import hash32
-from regard.masks.algebra import EMPTY, PARTIAL, Boxes, Kinds, Mask, kinds
+from regard.masks.algebra import EMPTY, PARTIAL, Boxes, Kinds, Mask, kinds, mark_traced
 from regard.masks.arguments import check_int, check_int_tensor, short_repr
 from regard.masks.from_tensors import from_tensors
 
@@ -49,7 +49,7 @@ class Dense(Mask):
 
     def narrow(self, frame: Frame, part: CallSlice) -> Mask:
         axes = zip(self.tensor.shape, (slice(None), part.heads, part.rows, part.columns), strict=True)
-        return Dense(self.tensor[tuple(slice(None) if n == 1 else edge for n, edge in axes)])
+        return mark_traced(Dense(self.tensor[tuple(slice(None) if n == 1 else edge for n, edge in axes)]))
 
     def expected_size(self) -> tuple[int, int]:
         rows, columns = self.tensor.shape[2:]
@@ -203,7 +203,8 @@ class Blocks(_Cells):
 
     def check(self, frame: Frame) -> None:
         batch, heads, rows, columns = self.layout.shape
-        last = max(frame.offsets(), default=0) + frame.Q
+        offsets = frame.offsets()  # torch.compile does not trace `max(..., default=0)`, nor max of one number
+        last = (offsets[0] if len(offsets) == 1 else max(offsets, default=0)) + frame.Q
         if batch not in (1, frame.B) or heads not in (1, frame.H):
             raise ValueError(
                 f"blocks: layout must be (rows, columns), (H, ...) or (B, H, ...) with B = {frame.B}, H = {frame.H}, "

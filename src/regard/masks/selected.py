@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from regard.geometry import CallSlice, Frame, Indices, format_shape, pad_leading, to_numpy
-from regard.masks.algebra import Boxes, Kinds, Mask, kinds
+from regard.masks.algebra import Boxes, Kinds, Mask, kinds, mark_traced
 from regard.masks.arguments import check_int, check_int_tensor
 from regard.masks.from_tensors import from_tensors
 
@@ -92,7 +92,7 @@ class Selected(Mask):
     def narrow(self, frame: Frame, part: CallSlice) -> Mask:
         heads = slice(None) if self.indices.shape[1] == 1 else part.heads
         left = max(self.left, 0) + part.columns.start
-        return Selected(self.indices[:, heads, part.rows], self.size, left)
+        return mark_traced(Selected(self.indices[:, heads, part.rows], self.size, left))
 
     def expected_size(self) -> tuple[int, int]:
         return self.indices.shape[2], self._blocks * self.size

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from regard.geometry import CallSlice, Frame, Indices, format_shape, to_numpy
-from regard.masks.algebra import PARTIAL, Boxes, Intervals, Kinds, Mask, kinds
+from regard.masks.algebra import PARTIAL, Boxes, Intervals, Kinds, Mask, kinds, mark_traced
 from regard.masks.arguments import check_int_tensor, short_repr
 from regard.masks.from_tensors import from_tensors
 from regard.masks.patterns import mask_by_distance
@@ -69,7 +69,9 @@ class Varlen(Mask):
         if (part.rows.start, left, len(self.start), self.total) == (0, 0, part.rows.stop, total):
             return self
         start, stop, position = (edge[part.rows] - left for edge in (self.start, self.stop, self.position))
-        return Varlen(start, stop, position, total, self.inside, f"({self.name} from row {part.rows.start})")
+        return mark_traced(
+            Varlen(start, stop, position, total, self.inside, f"({self.name} from row {part.rows.start})")
+        )
 
     def expected_size(self) -> tuple[int, int]:
         return len(self.start), self.total

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import torch
 from torch import Tensor
 
 from regard.attention import Attention
@@ -66,9 +65,9 @@ def _max_lookback(mask: Mask | Tensor | None) -> int | None:
     if isinstance(mask, Dilated):
         return mask.width * mask.step
     if isinstance(mask, And):
-        if torch.compiler.is_compiling():
-            torch._dynamo.graph_break()  # kernels cannot read a combined mask that is narrowed inside a graph
-        return min((reach for part in mask.parts if (reach := _max_lookback(part)) is not None), default=None)
+        reaches = [_max_lookback(part) for part in mask.parts]
+        limits = [reach for reach in reaches if reach is not None]
+        return min(limits) if limits else None  # torch.compile does not trace `min(..., default=None)`
     if isinstance(mask, Or):
         reaches = [_max_lookback(part) for part in mask.parts]
         return None if None in reaches else max(reach for reach in reaches if reach is not None)
