@@ -64,7 +64,8 @@ def attend(self: rg.Attention, query: Tensor, key: Tensor, value: Tensor, *, ext
     read = Exact(dtype)
     bias = self.bias if extra is None else Sum((*parts_of(self.bias), extra))
     names = ("score", "mask", "offset", "temperature", "sink")
-    exact = dense(*parts, {name: getattr(self, name) for name in names} | {"bias": bias}, read)
+    description = {name: getattr(self, name) for name in names} | {"bias": bias}
+    exact = dense(parts[0], parts[1], parts[2], description, read)
     lse = exact.lse[..., None]
     empty = lse.isinf()  # nothing is visible
     again = (exact.logits - lse.masked_fill(empty, 0)).exp().masked_fill(empty, 0)
@@ -128,7 +129,7 @@ def multi_head(
         p_query = project(vectors, weight, offset, 0, self.widths[0], self.heads)[rows]  # (N, N, H, D): of i and j
         p_key = project(vectors, weight, offset, first, middle, self.kv_heads)[rows]
         extra = torch.einsum("bhid,ijhd->bhij", q, p_key) + torch.einsum("bhjd,ijhd->bhij", k, p_query)
-        scale: Any = self.attend.score.scale  # type: ignore[attr-defined]
+        scale: Any = self.attend.score.scale
         extra = extra * (self.d_head**-0.5 if scale is None else scale)
     out = attend(context.combine(self.attend), q, k, v, extra=extra)
     return F.linear(out.transpose(1, 2).flatten(2), self.output.weight, self.output.bias)

@@ -295,7 +295,7 @@ def dual_encoder(draw: Draw) -> Subject:
     def listed(module: Any, items: Sequence[Item]) -> list[Tensor]:
         return logits(module, torch.stack([x for x, _ in items]), [y for _, y in items])
 
-    forms = {"packed": packed, "list": listed}
+    forms: dict[str, Form] = {"packed": packed, "list": listed}
     if config.text_pooling == "stop":
         forms |= padded_forms(draw, lengths, ("right", "left"), padded)
     return Subject(fresh(lambda: models.DualEncoder(config), draw), items, plain, forms, saves=True)
