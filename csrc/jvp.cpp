@@ -173,9 +173,7 @@ template <class T> struct Jvp : Strips<T, Jvp<T>> {
     T* to = workspace.scores + lo;
     if (d.q.data) score.fill(0, m, panels, workspace.queries + s * strip_size<T>(p.D), keys, to, chunk);
     if (d.k.data && !d.q.data) score.fill(0, m, panels, queries, workspace.keys.transposed_at(j0 + lo), to, chunk);
-    if (d.k.data && d.q.data)
-      score.template multiply_parts<1, MR, Into::add>(m, panels, queries, 0, workspace.keys.transposed_at(j0 + lo), to,
-                                                      chunk);
+    if (d.k.data && d.q.data) score.add(m, panels, queries, workspace.keys.transposed_at(j0 + lo), to, chunk);
     if (!d.q.data && !d.k.data)
       for (int r = 0; r < m; ++r) __builtin_memset(to + r * chunk, 0, size_t(hi - lo) * sizeof(T));
     else if (scales.cap != 0) {

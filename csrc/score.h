@@ -1,5 +1,5 @@
 // The scores that the kernels compute: how queries and keys are packed, and how a strip of queries is combined with panels
-// of keys.
+// of keys. The products are compiled once, in score.cpp: they are most of the code.
 #pragma once
 #include "additive.h"
 #include "logits.h"
@@ -31,23 +31,12 @@ template <class T> struct DotScore {
   void ready_keys(T*) const {}
   void ready_rows(T*, int64_t, int64_t, T) const {}
 
-  template <int ARow, int AStep, Into into = Into::overwrite>
-  void multiply_parts(int rows, Panels panels, const T* queries, int64_t row_stride, const T* transposed, T* scores,
-                      int64_t stride) const {
-    multiply_wanted<T, ARow, AStep, into>(rows, panels, part, queries, transposed, NR<T> * D, scores, stride,
-                                          row_stride);
-    for (int64_t d = part; d < D; d += part)
-      multiply_wanted<T, ARow, AStep, Into::add>(rows, panels, least(part, D - d), queries + d * AStep,
-                                                 transposed + d * NR<T>, NR<T> * D, scores, stride, row_stride);
-  }
-  void fill(int64_t, int rows, Panels panels, const T* strip, const T* transposed, T* scores, int64_t stride) const {
-    multiply_parts<1, MR>(rows, panels, strip, 0, transposed, scores, stride);
-  }
+  void fill(int64_t, int rows, Panels panels, const T* strip, const T* transposed, T* scores, int64_t stride) const;
+  // The same, added to what is there.
+  void add(int rows, Panels panels, const T* strip, const T* transposed, T* scores, int64_t stride) const;
   // The same for queries that were not packed: rows that lie row_stride apart.
   void fill_direct(int rows, Panels panels, const T* queries, int64_t row_stride, const T* transposed, T* scores,
-                   int64_t stride) const {
-    multiply_parts<any_row, 1>(rows, panels, queries, row_stride, transposed, scores, stride);
-  }
+                   int64_t stride) const;
 
   int64_t sums() const { return 0; }
   void finish_row(int64_t, T*) const {}
@@ -72,15 +61,9 @@ struct PairScore {
   void ready_rows(Pair*, int64_t, int64_t, float) const {}
 
   void fill(int64_t, int rows, Panels panels, const Pair* strip, const Pair* transposed, float* scores,
-            int64_t stride) const {
-    multiply_wanted<float, 1, MR, Into::scale>(rows, panels, depth, strip, transposed, NR<float> * depth, scores,
-                                               stride, 0, &scale);
-  }
+            int64_t stride) const;
   void fill_direct(int rows, Panels panels, const Pair* queries, int64_t row_stride, const Pair* transposed,
-                   float* scores, int64_t stride) const {
-    multiply_wanted<float, any_row, 1, Into::scale>(rows, panels, depth, queries, transposed, NR<float> * depth, scores,
-                                                    stride, row_stride, &scale);
-  }
+                   float* scores, int64_t stride) const;
 
   int64_t sums() const { return 0; }
   void finish_row(int64_t, float*) const {}
@@ -167,26 +150,13 @@ template <class T> struct AdditiveScore {
     }
   }
 
-  void fill(int64_t h, int rows, Panels wanted, const T* strip, const T* transposed, T* scores, int64_t stride) const {
-    const int64_t panels = wanted.count;
-    if (mode == AdditiveMode::paired)
-      fill_in<AdditiveMode::paired>(weight(h), rows, panels, strip, transposed, scores, stride);
-    else if (mode == AdditiveMode::small)
-      fill_in<AdditiveMode::small>(weight(h), rows, panels, strip, transposed, scores, stride);
-    else if (mode == AdditiveMode::single)
-      fill_in<AdditiveMode::single>(weight(h), rows, panels, strip, transposed, scores, stride);
-    else fill_in<AdditiveMode::direct>(weight(h), rows, panels, strip, transposed, scores, stride);
-  }
+  void fill(int64_t h, int rows, Panels wanted, const T* strip, const T* transposed, T* scores, int64_t stride) const;
 
   // Numbers gathered besides the gradients of queries and keys: the gradient of -weight.
   int64_t sums() const { return width; }
 
   void add_gradients(int rows, int64_t keys, AdditiveRows<T> q, AdditiveRows<T> k, const T* ds, int64_t ds_row, T* dq,
-                     T* dk, T* sums) const {
-    with_rows(rows, [&](auto m) __attribute__((always_inline)) {
-      add_rows<decltype(m)::value>(keys, q, k, ds, ds_row, dq, dk, sums);
-    });
-  }
+                     T* dk, T* sums) const;
   void finish_row(int64_t h, T* row) const {
     const T* w = weight(h).weight;
     for (int64_t d = 0; d < D; ++d) row[d] *= w[d];
@@ -195,27 +165,6 @@ template <class T> struct AdditiveScore {
     if (!d_weight.data) return;
     T* to = (T*)d_weight.data + b * d_weight.stride[0] + h * d_weight.stride[1];
     for (int64_t d = 0; d < D; ++d) to[d * d_weight.stride[3]] = -sums[d] * factor;
-  }
-
- private:
-  template <int M>
-  __attribute__((noinline)) void add_rows(int64_t keys, AdditiveRows<T> q, AdditiveRows<T> k, const T* ds,
-                                          int64_t ds_row, T* dq, T* dk, T* sums) const {
-    if (mode == AdditiveMode::small)
-      additive_gradients<AdditiveMode::small, T, M>(width, keys, q, k, ds, ds_row, dq, dk, sums);
-    else if (mode == AdditiveMode::direct)
-      additive_gradients<AdditiveMode::direct, T, M>(width, keys, q, k, ds, ds_row, dq, dk, sums);
-    else additive_gradients<AdditiveMode::single, T, M>(width, keys, q, k, ds, ds_row, dq, dk, sums);
-  }
-
-  template <AdditiveMode chosen>
-  __attribute__((noinline)) void fill_in(const AdditiveWeight<T>& w, int rows, int64_t panels, const T* strip,
-                                         const T* transposed, T* scores, int64_t stride) const {
-    with_rows(rows, [&](auto m) __attribute__((always_inline)) {
-      for (int64_t p = 0; p < panels; ++p)
-        additive_scores<chosen, T, decltype(m)::value>(w, strip, transposed + p * NR<T> * D, scores + p * NR<T>, stride,
-                                                       scale);
-    });
   }
 };
 
