@@ -36,9 +36,7 @@ def find_problems(version: str, root: Path = ROOT) -> list[str]:
         text, name = page.read_text("utf-8"), page.relative_to(root)
         try:
             if update_page(text, figures) != text:
-                problems.append(
-                    f"{name} quotes other figures than docs/benchmarks.md: run python -m benchmarks.figures"
-                )
+                problems.append(f"{name} quotes other figures than the benchmarks: run python -m benchmarks.figures")
         except KeyError as error:
             problems.append(f"{name} quotes {error}, which docs/benchmarks.md does not have")
         if (quoted := QUOTES_VERSION.search(text)) and quoted[1] != version:
