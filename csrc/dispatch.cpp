@@ -212,7 +212,7 @@ void normalize_strides(regard_tensor& t, int64_t batch, int64_t heads, int64_t r
 constexpr int32_t most_threads = 1024;  // OpenMP ends the process if it cannot start the requested number
 
 // Waking a thread takes longer than a million multiply-adds, so small problems use fewer threads.
-regard_dot normalized(const regard_dot& p) {
+regard_dot normalize(const regard_dot& p) {
   regard_dot copy = p;
   copy.threads = p.threads < most_threads ? p.threads : most_threads;
   normalize_strides(copy.q, p.B, p.H, p.Q, p.D);
@@ -225,7 +225,7 @@ regard_dot normalized(const regard_dot& p) {
   return copy;
 }
 
-regard_linear normalized(const regard_linear& x) {
+regard_linear normalize(const regard_linear& x) {
   regard_linear copy = x;
   copy.threads = x.threads < most_threads ? x.threads : most_threads;
   normalize_strides(copy.q, x.B, x.H, x.N, x.M);
@@ -236,7 +236,7 @@ regard_linear normalized(const regard_linear& x) {
   return copy;
 }
 
-regard_recurrence normalized(const regard_recurrence& x) {
+regard_recurrence normalize(const regard_recurrence& x) {
   regard_recurrence copy = x;
   copy.threads = x.threads < most_threads ? x.threads : most_threads;
   normalize_strides(copy.q, x.B, x.q_heads, x.N, x.M);
@@ -274,7 +274,7 @@ int regard_dot_forward(const regard_dot* problem, const regard_dot_result* resul
   if (const int absent = regard::check_presence(result->lse, result->out_table)) return absent;
   if (const int absent = problem->E ? regard::check_presence(result->out) : REGARD_OK) return absent;
   if (result->out_table.data && (!problem->offset || result->out_table.stride[3] != 1)) return REGARD_BAD_ARGUMENT;
-  return regard::chosen.dot_forward(regard::normalized(*problem), *result);
+  return regard::chosen.dot_forward(regard::normalize(*problem), *result);
 }
 
 int regard_dot_backward(const regard_dot* problem, const regard_dot_gradient* gradient) {
@@ -300,7 +300,7 @@ int regard_dot_backward(const regard_dot* problem, const regard_dot_gradient* gr
     return REGARD_BAD_ARGUMENT;
   if ((g.d_diagonal.data && !problem->diagonal.data) || (g.d_row_table.data && !problem->row_table.data))
     return REGARD_BAD_ARGUMENT;
-  return regard::chosen.dot_backward(regard::normalized(*problem), *gradient);
+  return regard::chosen.dot_backward(regard::normalize(*problem), *gradient);
 }
 
 int regard_dot_jvp(const regard_dot* problem, const regard_dot_tangent* tangent, const regard_dot_result* result) {
@@ -332,7 +332,7 @@ int regard_dot_jvp(const regard_dot* problem, const regard_dot_tangent* tangent,
   regard::normalize_strides(t.d_q, p.B, p.H, p.Q, p.D);
   regard::normalize_strides(t.d_k, p.B, p.G, p.K, p.D);
   regard::normalize_strides(t.d_v, p.B, p.G, p.K, p.E);
-  return regard::chosen.dot_jvp(regard::normalized(p), t, *result);
+  return regard::chosen.dot_jvp(regard::normalize(p), t, *result);
 }
 
 int regard_dot_row_statistics(const regard_dot* problem, const regard_dot_statistics* statistics) {
@@ -349,7 +349,7 @@ int regard_dot_row_statistics(const regard_dot* problem, const regard_dot_statis
   if (problem->E != 0 || s.top < 0 || (s.top > 0 && (!s.top_keys || !s.top_weights))) return REGARD_BAD_ARGUMENT;
   if (s.mass.data && !regard::are_key_ranges(s.chosen_start, s.chosen_stop, s.chosen_count, problem->K))
     return REGARD_BAD_ARGUMENT;
-  return regard::chosen.dot_statistics(regard::normalized(*problem), s);
+  return regard::chosen.dot_statistics(regard::normalize(*problem), s);
 }
 
 int64_t regard_packed_bytes(int64_t N, int64_t K, int32_t format) {
@@ -424,7 +424,7 @@ int regard_dot_weights(const regard_dot* problem, const regard_dot_columns* colu
   if (problem->E != 0 || !columns->out.present || columns->out.stride[3] != 1) return REGARD_BAD_ARGUMENT;
   if (const int absent = regard::check_presence(columns->out)) return absent;
   if (!regard::are_key_ranges(columns->columns, nullptr, columns->count, problem->K)) return REGARD_BAD_ARGUMENT;
-  return regard::chosen.dot_weights(regard::normalized(*problem), *columns);
+  return regard::chosen.dot_weights(regard::normalize(*problem), *columns);
 }
 
 int regard_dot_map(const regard_dot* problem, const regard_dot_pool* pool) {
@@ -436,7 +436,7 @@ int regard_dot_map(const regard_dot* problem, const regard_dot_pool* pool) {
   if (const int absent = regard::check_presence(pool->out)) return absent;
   if (problem->E != 0 || problem->Q == 0 || problem->K == 0) return REGARD_BAD_ARGUMENT;
   if (pool->rows > INT32_MAX || pool->columns > INT32_MAX) return REGARD_TOO_LARGE;
-  return regard::chosen.dot_map(regard::normalized(*problem), *pool);
+  return regard::chosen.dot_map(regard::normalize(*problem), *pool);
 }
 
 int regard_linear_forward(const regard_linear* problem, const regard_linear_result* result) {
@@ -446,7 +446,7 @@ int regard_linear_forward(const regard_linear* problem, const regard_linear_resu
   if (problem->B == 0 || problem->H == 0 || problem->N == 0) return REGARD_OK;
   if (const int absent = regard::check_presence(result->norm)) return absent;
   if (const int absent = problem->E ? regard::check_presence(result->out) : REGARD_OK) return absent;
-  return regard::chosen.linear_forward(regard::normalized(*problem), *result);
+  return regard::chosen.linear_forward(regard::normalize(*problem), *result);
 }
 
 int regard_linear_backward(const regard_linear* problem, const regard_linear_gradient* gradient) {
@@ -461,7 +461,7 @@ int regard_linear_backward(const regard_linear* problem, const regard_linear_gra
   if (problem->E && absent == REGARD_OK) absent = regard::check_presence(g.out, g.d_out, g.d_v);
   if (problem->M && absent == REGARD_OK) absent = regard::check_presence(g.d_q, g.d_k);
   if (absent != REGARD_OK) return absent;
-  return regard::chosen.linear_backward(regard::normalized(*problem), *gradient);
+  return regard::chosen.linear_backward(regard::normalize(*problem), *gradient);
 }
 
 int regard_recurrence_forward(const regard_recurrence* problem, const regard_recurrence_result* result) {
@@ -472,7 +472,7 @@ int regard_recurrence_forward(const regard_recurrence* problem, const regard_rec
   if (!(result->out.present && result->state.present)) return REGARD_BAD_ARGUMENT;
   if (const int absent = regard::check_presence(result->out, result->state, result->checkpoints)) return absent;
   if (result->checkpoints.data && result->checkpoints.stride[3] != 1) return REGARD_BAD_ARGUMENT;
-  return regard::chosen.recurrence_forward(regard::normalized(*problem), *result);
+  return regard::chosen.recurrence_forward(regard::normalize(*problem), *result);
 }
 
 int regard_recurrence_backward(const regard_recurrence* problem, const regard_recurrence_gradient* gradient) {
@@ -488,7 +488,7 @@ int regard_recurrence_backward(const regard_recurrence* problem, const regard_re
       regard::check_presence(g.checkpoints, g.d_out, g.d_final, g.d_q, g.d_k, g.d_v, g.d_decay, g.d_beta, g.d_state);
   if (absent != REGARD_OK) return absent;
   if (g.checkpoints.stride[3] != 1) return REGARD_BAD_ARGUMENT;
-  return regard::chosen.recurrence_backward(regard::normalized(*problem), *gradient);
+  return regard::chosen.recurrence_backward(regard::normalize(*problem), *gradient);
 }
 
 }  // extern "C"
