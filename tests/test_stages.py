@@ -18,7 +18,7 @@ from rich.console import Console
 
 from regard.cli import stages
 from regard.cli.stages import Stages
-from regard.progress import reporting, stage, track
+from regard.progress import report_to, stage, track
 from regard.tasks import Run, train
 from tests.conftest import Command
 from tests.tasks.tiny_runs import classes, new_run
@@ -46,7 +46,7 @@ def printed(shown: Console) -> str:
 
 def test_a_short_stage_prints_no_line() -> None:
     shown = console(terminal=False)
-    with reporting(Stages(shown)), stage("reading data"):
+    with report_to(Stages(shown)), stage("reading data"):
         assert list(track([1, 2, 3])) == [1, 2, 3]
     assert printed(shown) == ""
 
@@ -55,7 +55,7 @@ def test_a_long_stage_prints_a_line_and_how_far_it_is(monkeypatch: pytest.Monkey
     monkeypatch.setattr(threading, "Timer", Immediate)
     monkeypatch.setattr(stages, "EVERY", 0.0)
     shown = console(terminal=False)
-    with reporting(Stages(shown)):
+    with report_to(Stages(shown)):
         with stage("evaluating 4 rows"):
             assert printed(shown) == "evaluating 4 rows ...\n"
             list(track("abcd"))
@@ -67,7 +67,7 @@ def test_a_long_stage_prints_a_line_and_how_far_it_is(monkeypatch: pytest.Monkey
 
 def test_a_terminal_shows_a_bar_that_is_erased() -> None:
     shown = console(terminal=True)
-    with reporting(Stages(shown)), stage("evaluating 4 rows"):
+    with report_to(Stages(shown)), stage("evaluating 4 rows"):
         with stage("training a [tokenizer]"):
             list(track("abcd"))
         assert "evaluating 4 rows" in printed(shown)
@@ -76,7 +76,7 @@ def test_a_terminal_shows_a_bar_that_is_erased() -> None:
 
 def test_a_stage_that_fails_ends() -> None:
     reporter = Stages(console(terminal=True))
-    with pytest.raises(RuntimeError, match="bad"), reporting(reporter), stage("reading data"):
+    with pytest.raises(RuntimeError, match="bad"), report_to(reporter), stage("reading data"):
         raise RuntimeError("bad")
     assert reporter._bar is None
 

@@ -85,7 +85,7 @@ class Cache:
         self, key: Hashable, value: Any, nbytes: int, owner: Any = None, drop: Callable[[Any], None] | None = None
     ) -> None:
         """Keep a value while its owner lives and the limit allows; `drop(value)` is called when it is dropped."""
-        reference = None if owner is None else weakref.ref(owner, lambda dead: self._orphaned(key, dead))
+        reference = None if owner is None else weakref.ref(owner, lambda dead: self._on_death(key, dead))
         evicted = []
         with self._lock:
             evicted += [entry for entry in self._pop(key) if entry.value is not value]
@@ -125,7 +125,7 @@ class Cache:
         _drop(gone)
         return info
 
-    def _orphaned(self, key: Hashable, dead: weakref.ref) -> None:
+    def _on_death(self, key: Hashable, dead: weakref.ref) -> None:
         # An object may die while this thread holds the lock: then the next holder of the lock cleans up.
         self._orphans.append((key, dead))
         if self._lock.acquire(blocking=False):

@@ -22,7 +22,7 @@ _REPORTER: ContextVar[Reporter | None] = ContextVar("reporter", default=None)
 
 
 @contextmanager
-def reporting(reporter: Reporter) -> Iterator[None]:
+def report_to(reporter: Reporter) -> Iterator[None]:
     """Report stages to `reporter` within this context."""
     token = _REPORTER.set(reporter)
     try:

@@ -74,21 +74,21 @@ def test_the_lock_of_a_process_that_was_killed_is_free(start: Start, tmp_path: P
 
 
 def test_a_run_is_not_made_where_another_process_makes_one(tmp_path: Path) -> None:
-    from regard.training.lock import locked
+    from regard.training.lock import lock_run
 
     (tmp_path / "run").mkdir()
-    with locked(tmp_path / "run"), pytest.raises(UserError, match=f"in use by process {os.getpid()} on "):
+    with lock_run(tmp_path / "run"), pytest.raises(UserError, match=f"in use by process {os.getpid()} on "):
         new_run(tmp_path)
     new_run(tmp_path)
 
 
 def test_results_of_a_run_in_training_are_printed_and_not_saved(regard: Command, tmp_path: Path) -> None:
-    from regard.training.lock import locked
+    from regard.training.lock import lock_run
 
     run = new_run(tmp_path, "classify", steps=4)
     train(run)
     before = (run.folder / "run.json").read_text()
-    with locked(run.folder):
+    with lock_run(run.folder):
         result = regard("evaluate", run.folder, "--json")
     assert result.code == 0
     assert json.loads(result.out)["step"] == 4

@@ -25,7 +25,7 @@ class PipeSafeConsole(Console):
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
 
 
-def quoted(text: object) -> str:
+def quote_markup(text: object) -> str:
     """Escape text of unknown origin for rich markup."""
     return escape(printable(text))
 
@@ -54,7 +54,7 @@ def print_error(error: Exception) -> None:
     """Print an error in one line on standard error."""
     has_filename = isinstance(error, OSError) and error.filename is not None
     message = f"{error.filename}: {error.strerror}" if has_filename else str(error)  # type: ignore[attr-defined]
-    stderr.print(f"[bold red]regard:[/] {quoted(message)}", soft_wrap=True)
+    stderr.print(f"[bold red]regard:[/] {quote_markup(message)}", soft_wrap=True)
 
 
 def print_user_error(error: Exception) -> bool:
@@ -71,4 +71,6 @@ def print_user_error(error: Exception) -> bool:
 def print_bad_rows(bad: BadRows) -> None:
     """Print how many lines were skipped, and the first of them."""
     if bad.count:
-        stderr.print(f"[yellow]{bad.count} bad lines left out[/], the first: {quoted(bad.first[0])}", soft_wrap=True)
+        stderr.print(
+            f"[yellow]{bad.count} bad lines left out[/], the first: {quote_markup(bad.first[0])}", soft_wrap=True
+        )

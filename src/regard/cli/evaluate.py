@@ -7,7 +7,7 @@ from pathlib import Path
 
 from rich.table import Table
 
-from regard.cli.console import print_bad_rows, print_json, print_message, quoted, stdout
+from regard.cli.console import print_bad_rows, print_json, print_message, quote_markup, stdout
 from regard.errors import BadRows
 from regard.predictors import find_run, open_model
 from regard.progress import stage
@@ -55,9 +55,9 @@ def _evaluate_checkpoint(name: str, data: list[str] | None, longest: int | None,
     if as_json:
         print_json({"metrics": metrics, "left_out": bad.count})
     else:
-        table = Table(predictor.kind.removeprefix("a ").removeprefix("an "), quoted(Path(name).name))
+        table = Table(predictor.kind.removeprefix("a ").removeprefix("an "), quote_markup(Path(name).name))
         for metric, value in metrics.items():
-            table.add_row(quoted(metric), f"{value:,}" if isinstance(value, int) else f"{value:.4g}")
+            table.add_row(quote_markup(metric), f"{value:,}" if isinstance(value, int) else f"{value:.4g}")
         stdout.print(table)
     print_bad_rows(bad)
 
@@ -109,10 +109,10 @@ def report_metrics(
 
 def _print_table(run: Run, task: Task, evaluation: Evaluation, rows: dict[str, int], step: int, chose: bool) -> None:
     left_out = f", {evaluation.left_out:,} left out" if evaluation.left_out else ""
-    table = Table(task.name, f"{quoted(run.folder.name)} (step {step})", *map(quoted, evaluation.baselines))
+    table = Table(task.name, f"{quote_markup(run.folder.name)} (step {step})", *map(quote_markup, evaluation.baselines))
     table.title = f"{splits(rows, shared=chose)}{left_out}"
     table.caption = "The test rows also chose the weights." if chose else None
     for name, value in evaluation.metrics.items():
         others = (f"{each[name]:.4g}" if name in each else "" for each in evaluation.baselines.values())
-        table.add_row(quoted(name), f"{value:.4g}", *others)
+        table.add_row(quote_markup(name), f"{value:.4g}", *others)
     stdout.print(table)

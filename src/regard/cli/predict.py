@@ -47,7 +47,7 @@ def predict(
         print_bad_rows(bad)
         return
     nonempty = [row for row in rows if row.values]
-    predictions = _reported(predictor.predict(nonempty, bad), f"predicting {len(nonempty):,} inputs", out)
+    predictions = _report_progress(predictor.predict(nonempty, bad), f"predicting {len(nonempty):,} inputs", out)
     if out is not None and not suffix:
         _write_answers(out, predictions)
     else:
@@ -110,7 +110,7 @@ def _print_predictions(
             print_line("\t".join(map(printable, cells)))  # line n belongs to input n
 
 
-def _reported(predictions: Iterator[Prediction], label: str, out: Path | None) -> Iterator[Prediction]:
+def _report_progress(predictions: Iterator[Prediction], label: str, out: Path | None) -> Iterator[Prediction]:
     """Yield the predictions within a stage. If they are printed on a terminal, the stage ends with the first one."""
     if out is None and sys.stdout.isatty():
         with stage(label):

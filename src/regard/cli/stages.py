@@ -10,7 +10,7 @@ from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
 
 from regard.cli.console import stderr
-from regard.progress import reporting
+from regard.progress import report_to
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -28,7 +28,7 @@ def reporting_stages() -> Iterator[None]:
         return
     stages = Stages(stderr)
     try:
-        with reporting(stages):
+        with report_to(stages):
             yield
     finally:
         stages.close()

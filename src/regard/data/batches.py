@@ -53,8 +53,8 @@ def plan(sizes: np.ndarray, *, budget: int, seed: int, epoch: int, pool: int = 1
     random = np.random.default_rng((seed, epoch))
     order = random.permutation(len(sizes))
     batches: list[np.ndarray] = []
-    for part in _cut(order, sizes, budget * pool):
-        batches += _cut(part[np.argsort(sizes[part], kind="stable")], sizes, budget)
+    for part in _divide(order, sizes, budget * pool):
+        batches += _divide(part[np.argsort(sizes[part], kind="stable")], sizes, budget)
     return [batches[n] for n in random.permutation(len(batches))]
 
 
@@ -68,10 +68,10 @@ def shards(chosen: np.ndarray, sizes: np.ndarray, count: int) -> list[np.ndarray
 
 def in_order(sizes: np.ndarray, *, budget: int) -> list[np.ndarray]:
     """Batches for evaluation, longest sequences first, so that running out of memory fails early."""
-    return _cut(np.argsort(-sizes, kind="stable"), sizes, budget)
+    return _divide(np.argsort(-sizes, kind="stable"), sizes, budget)
 
 
-def _cut(order: np.ndarray, sizes: np.ndarray, budget: int) -> list[np.ndarray]:
+def _divide(order: np.ndarray, sizes: np.ndarray, budget: int) -> list[np.ndarray]:
     """Divide into parts of about `budget`, as even as possible, to avoid a small last batch."""
     ends = np.cumsum(sizes[order])
     total = int(ends[-1]) if len(ends) else 0

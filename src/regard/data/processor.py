@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from regard.data.saved_files import build, naming, read_object
+from regard.data.saved_files import build, name_in_errors, read_object
 from regard.errors import UserError
 from regard.field_types import check_value, short_repr
 
@@ -19,7 +19,7 @@ def _load_tokenizer(path: Path) -> Tokenizer:
     """Read the tokenizer of a run, which must not pad or truncate."""
     from regard.models.checkpoints.tokenizers import read_tokenizer
 
-    with naming(path):
+    with name_in_errors(path):
         tokenizer = read_tokenizer(path)
         if tokenizer.padding is not None or tokenizer.truncation is not None:
             raise ValueError("pads or truncates texts, which the tokenizer of a run must not; was it changed?")
@@ -74,7 +74,7 @@ class Processor:
             tokenizer = _load_tokenizer(folder / "tokenizer.json")
         path = folder / "processor.json"
         processor = read_object(path)
-        with naming(path):
+        with name_in_errors(path):
             labels, config, calibration = processor.get("labels"), processor.get("config"), processor.get("calibration")
             if not isinstance(labels, list) or not all(isinstance(each, str) for each in labels):
                 raise ValueError(f"labels must be a list of strings, got {short_repr(labels)}")

@@ -157,7 +157,7 @@ def read_text(path: Path) -> str:
     """Read a whole text file, such as JSON."""
     if not path.exists():
         raise UserError(f"{path}: no such file")
-    with opened(path) as file:
+    with open_source(path) as file:
         small = path.suffix.lower() in OPENERS or path.stat().st_size <= MAX_JSON
         data = file.read(MAX_JSON + 1) if small else b""
     if not small or len(data) > MAX_JSON:
@@ -183,7 +183,7 @@ def decode_line(source: str, number: int, line: bytes, bad: BadRows) -> str | No
 
 
 @contextmanager
-def opened(path: Path) -> Iterator[BinaryIO]:
+def open_source(path: Path) -> Iterator[BinaryIO]:
     """Open a regular file for reading, decompressed by its suffix; a damaged archive raises `UserError`."""
     try:
         with OPENERS.get(path.suffix.lower(), open)(require_file(path), "rb") as file:
@@ -198,7 +198,7 @@ def opened(path: Path) -> Iterator[BinaryIO]:
 
 def read_lines(path: Path, bad: BadRows) -> Iterator[tuple[str, str]]:
     """Yield the lines of a file, compressed or not, with their places."""
-    with opened(path) as file:
+    with open_source(path) as file:
         for number, line in enumerate(track(_bounded_lines(path, file)), 1):
             text = decode_line(str(path), number, line, bad)
             if text is not None:

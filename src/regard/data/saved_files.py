@@ -19,7 +19,7 @@ class BadFile(UserError):
 
 
 @contextmanager
-def naming(path: Path | str, advice: str = "was it written by another version, or changed?") -> Iterator[None]:
+def name_in_errors(path: Path | str, advice: str = "was it written by another version, or changed?") -> Iterator[None]:
     """Convert any error raised in this context, caused by the content of a file, to a `UserError` that names it."""
     try:
         yield
@@ -45,7 +45,7 @@ def _reason(error: Exception, path: Path | str) -> str:
 
 def read_object(path: Path) -> dict[str, Any]:
     """Read the JSON object of a file."""
-    with naming(path):
+    with name_in_errors(path):
         content = read_json(path)
         if not isinstance(content, dict):
             raise ValueError(f"must contain a JSON object, got {short_repr(content)}")

@@ -48,11 +48,11 @@ class ShardedCall:
     def compute(self, attend: Attention, part: CallSlice, *tensors: Tensor) -> tuple[Tensor, Tensor]:
         """Output and log-sum-exp of a slice of the call."""
         narrowed = attend.narrow(self.frame, part)
-        with self.seeded(part):
+        with self.seed_dropout(part):
             return narrowed.forward_local(*tensors, engine=self.engine, return_lse=True)
 
     @contextmanager
-    def seeded(self, part: CallSlice) -> Iterator[None]:
+    def seed_dropout(self, part: CallSlice) -> Iterator[None]:
         """Seed dropout for a slice of the call; restore torch's generator on exit."""
         if not self.attend.dropout:
             yield
@@ -175,7 +175,7 @@ def _block_gradients(
         if not any(each.closes_over_trainable(device) for each in parts):
             seed = None
             if narrowed.dropout:
-                with call.seeded(part):
+                with call.seed_dropout(part):
                     seed = draw_seed(device)
             return shard_gradients(narrowed.problem(*tensors, return_lse=True), tensors, seed, inputs, *whole)
         part_output, part_lse = call.compute(attend, part, *tensors)

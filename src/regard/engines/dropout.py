@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from regard.geometry import Indices
-from regard.hashing import LOW, hash32, signed
+from regard.hashing import LOW, hash32, to_signed
 
 
 def draw_seed(device: torch.device) -> Tensor:
@@ -34,7 +34,7 @@ def dropout_factors(seed: Tensor, dropout: float, at: Indices) -> Tensor:
     """Return the factors of the weights at these indices: 0, or the scale of `threshold_and_scale`."""
     threshold, scale = threshold_and_scale(dropout)
     frame = at.frame
-    row = hash32(seed + signed(0x9E3779B97F4A7C15) * ((at.b * frame.H + at.h) * frame.Q + at.i + 1))
+    row = hash32(seed + to_signed(0x9E3779B97F4A7C15) * ((at.b * frame.H + at.h) * frame.Q + at.i + 1))
     bits = (row + at.j * 0x9E3779B9) & LOW
     for shift, factor in ((16, 0x21F0AAAD), (15, 0x735A2D97)):
         bits = ((bits ^ (bits >> shift)) * factor) & LOW

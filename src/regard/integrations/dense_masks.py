@@ -33,52 +33,53 @@ def read_keep_mask(mask: Tensor) -> tuple[Pattern, Tensor | None]:
     >>> pattern.mask, pattern.offset, bias
     (causal(), 0, None)
     """
-    if tracing():
+    if is_tracing():
         return _read_while_tracing(mask, mask)
-    return _cached(mask, _pattern_of)
+    return _read_cached(mask, _pattern_of)
 
 
 def read_ignore_mask(mask: Tensor) -> tuple[Pattern, Tensor | None]:
     """Read a mask like `read_keep_mask`, but with True for hidden entries."""
-    if tracing():
+    if is_tracing():
         return _read_while_tracing(mask, ~mask if mask.dtype == torch.bool else mask)
-    return _cached(mask, _pattern_of_complement)
+    return _read_cached(mask, _pattern_of_complement)
 
 
 def read_key_ignore_mask(mask: Tensor) -> tuple[Masks, Tensor | None]:
     """Read a mask of keys (B, K), with True for hidden keys, or an additive one: masks to intersect, and a bias or
     None."""
-    if tracing():
+    if is_tracing():
         pattern, bias = read_ignore_mask(mask[:, None, None, :])
         return () if pattern.mask is None else (pattern.mask,), None if bias is None else bias[:, 0, 0]
-    return _cached(mask, _keys_of)
+    return _read_cached(mask, _keys_of)
 
 
-def tracing() -> bool:
+def is_tracing() -> bool:
     """Whether values cannot be read, because torch is compiling or in a functorch transform."""
     functional = torch._C._functorch.peek_interpreter_stack() is not None
     return torch.compiler.is_compiling() or functional
 
 
-def _cached(mask: Tensor, read: Callable[[Tensor], tuple[Any, bool]]) -> tuple[Any, Tensor | None]:
+def _read_cached(mask: Tensor, read: Callable[[Tensor], tuple[Any, bool]]) -> tuple[Any, Tensor | None]:
     content = fingerprint(mask)
     cache_key = None if content is None else ("read", read.__name__, content)
     owner = mask if mask._base is None else mask._base  # views often live for one call only
     description, has_bias = CACHE.get_or_build(cache_key, lambda: read(mask.detach()), owner=owner)
     has_bias = has_bias or mask.requires_grad
     if has_bias and description is not NO_MASK and description != ():
-        mask = mask.masked_fill(_hidden(mask.detach()), 0.0)  # the pattern hides them, and -inf gives NaN gradients
+        # the pattern hides these entries, and -inf gives NaN gradients
+        mask = mask.masked_fill(_hidden_entries(mask.detach()), 0.0)
     return description, mask if has_bias else None
 
 
 def _read_while_tracing(mask: Tensor, allowed: Tensor) -> tuple[Pattern, Tensor | None]:
     if mask.dtype == torch.bool:
         return Pattern(dense(allowed)), None
-    return NO_MASK, mask.masked_fill(_hidden(mask), float("-inf"))
+    return NO_MASK, mask.masked_fill(_hidden_entries(mask), float("-inf"))
 
 
 def _pattern_of(mask: Tensor) -> tuple[Pattern, bool]:
-    allowed, has_bias = _split(mask)
+    allowed, has_bias = _split_entries(mask)
     return _pattern(allowed), has_bias
 
 
@@ -87,19 +88,19 @@ def _pattern_of_complement(mask: Tensor) -> tuple[Pattern, bool]:
 
 
 def _keys_of(mask: Tensor) -> tuple[Masks, bool]:
-    allowed, has_bias = _split(~mask if mask.dtype == torch.bool else mask)
+    allowed, has_bias = _split_entries(~mask if mask.dtype == torch.bool else mask)
     return key_masks(allowed), has_bias
 
 
-def _split(mask: Tensor) -> tuple[Tensor, bool]:
+def _split_entries(mask: Tensor) -> tuple[Tensor, bool]:
     """The visible entries as a bool tensor, and whether the others have numbers to add."""
     if mask.dtype == torch.bool:
         return mask, False
-    hidden = _hidden(mask)
+    hidden = _hidden_entries(mask)
     return ~hidden, bool((mask.masked_fill(hidden, 0.0) != 0).any())
 
 
-def _hidden(mask: Tensor) -> Tensor:
+def _hidden_entries(mask: Tensor) -> Tensor:
     return mask <= torch.finfo(mask.dtype).min / 2
 
 

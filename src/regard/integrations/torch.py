@@ -115,12 +115,12 @@ class MultiheadAttention(nn.MultiheadAttention):
         if query.is_nested or key.is_nested or value.is_nested:
             if query is not key or key is not value or key_padding_mask is not None or attn_mask is not None:
                 raise ValueError(NESTED)
-            return self._nested(query, need_weights, average_attn_weights)
+            return self._attend_nested(query, need_weights, average_attn_weights)
         _check(self, query, key, value, key_padding_mask, attn_mask)
         batched = query.dim() == 3
         if not batched and key_padding_mask is not None:
             key_padding_mask = key_padding_mask.unsqueeze(0)
-        q, k, v = self._projected(query, key, value)
+        q, k, v = self._project(query, key, value)
         if is_causal and key_padding_mask is None and not need_weights:
             attn_mask = None  # like torch, trust the hint
         keys = key.shape[1 if batched and self.batch_first else 0]
@@ -138,7 +138,7 @@ class MultiheadAttention(nn.MultiheadAttention):
         output = self.out_proj(output.flatten(-2))
         return (output, weights) if batched else (output[0], None if weights is None else weights[0])
 
-    def _projected(self, query: Tensor, key: Tensor, value: Tensor) -> tuple[Tensor, ...]:
+    def _project(self, query: Tensor, key: Tensor, value: Tensor) -> tuple[Tensor, ...]:
         """Query, key and value as (B, H, N, D): views of the projections."""
         width, weight, bias = self.embed_dim, self.in_proj_weight, self.in_proj_bias
         if weight is not None and query is key and key is value:
@@ -186,7 +186,7 @@ class MultiheadAttention(nn.MultiheadAttention):
                 bias = key_bias[:, None, None, :] + (0 if bias is None else bias)
         return pattern, bias
 
-    def _nested(self, x: Tensor, need_weights: bool, average: bool) -> tuple[Tensor, Tensor | None]:
+    def _attend_nested(self, x: Tensor, need_weights: bool, average: bool) -> tuple[Tensor, Tensor | None]:
         """Compute a nested tensor of sequences of different lengths by way of a padded tensor."""
         if x.layout != torch.strided:
             raise ValueError(NESTED)

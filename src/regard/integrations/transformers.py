@@ -192,7 +192,7 @@ def attend(
     else:
         pattern, bias = _read(attention_mask, query)
     if paged is None and (edges := kwargs.get("cu_seq_lens_q")) is not None:
-        pattern = _packed(pattern, edges, kwargs.get("cu_seq_lens_k"), query.shape[2], key.shape[2])
+        pattern = _restrict_to_sequences(pattern, edges, kwargs.get("cu_seq_lens_k"), query.shape[2], key.shape[2])
     if (indices := kwargs.get("indices")) is not None:  # (B, Q, n): the keys that an indexer chose for each query
         chosen = selected(indices.unsqueeze(1))
         pattern = Pattern(chosen if pattern.mask is None else pattern.mask & chosen, pattern.offset)
@@ -240,7 +240,9 @@ def _read(mask: Tensor, query: Tensor) -> tuple[Pattern, Tensor | None]:
     return read_keep_mask(mask if mask.dtype == torch.bool or mask.is_floating_point() else mask.to(query.dtype))
 
 
-def _packed(pattern: Pattern, edges: Tensor, key_edges: Tensor | None, queries: int, keys: int) -> Pattern:
+def _restrict_to_sequences(
+    pattern: Pattern, edges: Tensor, key_edges: Tensor | None, queries: int, keys: int
+) -> Pattern:
     """Restrict the pattern to packed sequences, from `edges[n]` to `edges[n + 1]`."""
     if queries != keys or (key_edges is not None and not torch.equal(edges, key_edges)):
         raise ValueError(

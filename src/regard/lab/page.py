@@ -72,7 +72,7 @@ def _item(result: Result, language: str) -> dict[str, Any]:
         "verdict": result.verdict.text.render(language),
         "title": claim.title.render(language),
         "says": claim.says.render(language),
-        "finding": raised(claim.finding.render(language, result.findings)),
+        "finding": superscripts(claim.finding.render(language, result.findings)),
         "caption": claim.caption.render(language),
         # the libraries that generate these escape their input
         "formula": Markup(mathml(claim.formula)),
@@ -81,11 +81,11 @@ def _item(result: Result, language: str) -> dict[str, Any]:
     }
 
 
-def raised(text: str) -> Any:
+def superscripts(text: str) -> Any:
     """Return escaped text with powers such as n^2 as superscripts.
 
-    >>> from regard.lab.page import raised
-    >>> raised("a < n^1.25")
+    >>> from regard.lab.page import superscripts
+    >>> superscripts("a < n^1.25")
     Markup('a &lt; n<sup>1.25</sup>')
     """
     from markupsafe import Markup, escape

@@ -298,7 +298,7 @@ class LinearAttention:
         if self.normalize:
             v = F.pad(v, (0, 1), value=1.0)
         output, final = run_recurrence(q, k, v, decay, beta, None if state is None else state.sums)
-        return self._divided(output).to(dtype), LinearState(final)
+        return self._normalize(output).to(dtype), LinearState(final)
 
     def _unmasked(self, q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, LinearState]:
         """Every query reads all keys."""
@@ -313,9 +313,9 @@ class LinearAttention:
         sums = k.repeat_interleave(shared // k.shape[1], 1).mT @ v.repeat_interleave(shared // v.shape[1], 1)
         sums = sums.repeat_interleave(heads // shared, 1)
         output = q.repeat_interleave(heads // q.shape[1], 1) @ sums
-        return self._divided(output).to(dtype), LinearState(sums)
+        return self._normalize(output).to(dtype), LinearState(sums)
 
-    def _divided(self, output: Tensor) -> Tensor:
+    def _normalize(self, output: Tensor) -> Tensor:
         if not self.normalize:
             return output
         value, weight = output[..., :-1], output[..., -1:]

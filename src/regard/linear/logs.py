@@ -36,7 +36,7 @@ def attend(
     real: which keys are not padding, (B or 1, 1, K, 1).
     """
     Q, K = query.shape[-2], key.shape[-2]
-    if causal and (fused := _fused(features, query, key, value, real)) is not None:
+    if causal and (fused := _run_kernel(features, query, key, value, real)) is not None:
         return fused
     queries, keys, values = _logs(features, query, key, value, real)
     if not causal:
@@ -61,7 +61,7 @@ def attend_after(
     return _output(_causal(queries, keys, values, past), query), joined
 
 
-def _fused(features: str | Favor, q: Tensor, k: Tensor, v: Tensor, real: Tensor | None) -> Tensor | None:
+def _run_kernel(features: str | Favor, q: Tensor, k: Tensor, v: Tensor, real: Tensor | None) -> Tensor | None:
     """Compute the causal call by the fused kernel, or return None if the kernel does not apply.
 
     The kernel sums features, not logarithms. A query may be scaled by its largest feature, because the factor
@@ -178,7 +178,7 @@ def _join(a: LogState, b: LogState) -> LogState:
     return LogState(scale, a.sums * (a.scale - scale).exp() + b.sums * (b.scale - scale).exp())
 
 
-def _read(state: LogState, queries: Tensor) -> LogState:
+def _read_state(state: LogState, queries: Tensor) -> LogState:
     """Read a state with queries (..., N, M): sums over its keys (..., N, E + 1), scale (..., N, 1)."""
     queries = queries + state.scale.mT
     scale = queries.detach().amax(-1, keepdim=True)
@@ -195,7 +195,7 @@ def _attend_block(queries: Tensor, keys: Tensor, values: Tensor) -> LogState:
 
 def _read_all(queries: Tensor, state: LogState) -> Tensor:
     """Read one state with queries (B, G, N, R, M): sums (B, G, N, R, E + 1)."""
-    return _read(state, queries.flatten(2, 3)).sums.unflatten(2, queries.shape[2:4])
+    return _read_state(state, queries.flatten(2, 3)).sums.unflatten(2, queries.shape[2:4])
 
 
 def _causal(queries: Tensor, keys: Tensor, values: Tensor, past: LogState | None) -> Tensor:
@@ -225,7 +225,7 @@ def _causal(queries: Tensor, keys: Tensor, values: Tensor, past: LogState | None
     if past is not None or length > size:
         q, k, v = (x.unflatten(2, (-1, size)) for x in (queries, keys, values))
         past = _empty_state(keys, values) if past is None else past
-        far = _read(_prefix_states(_gather(k, v), past), q.flatten(3, 4))
+        far = _read_state(_prefix_states(_gather(k, v), past), q.flatten(3, 4))
         state = _join(state, _map_state(lambda x: x.unflatten(3, (size, rows)).flatten(2, 3), far))
     return state.sums[:, :, :length]
 

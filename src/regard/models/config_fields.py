@@ -34,10 +34,10 @@ def optional_count(default: Any) -> Any:
 
 def same_as(name: str) -> Any:
     """A field that has the value of field `name` unless it is given."""
-    return derived(lambda config: effective_value(config, name))
+    return computed_field(lambda config: effective_value(config, name))
 
 
-def derived(compute: Callable[[Any], Any]) -> Any:
+def computed_field(compute: Callable[[Any], Any]) -> Any:
     """A field that is computed from the others unless it is given."""
     return field(default=None, metadata={"derived": compute})
 

@@ -14,7 +14,7 @@ from regard.engines.packed_linear import project
 from regard.geometry import format_shape
 from regard.masks import causal, window
 from regard.models.components import ARRANGEMENTS, choose, embed_tokens, make_embedding, norm_factory
-from regard.models.config_fields import cycle, derived, optional_count, per_layer, same_as
+from regard.models.config_fields import computed_field, cycle, optional_count, per_layer, same_as
 from regard.models.inputs import Inputs, prepare_inputs
 from regard.models.position_embeddings import table_length
 from regard.nn import (
@@ -114,7 +114,7 @@ class LanguageConfig:
     heads: int
     d_hidden: int
     kv_heads: int | None = same_as("heads")
-    d_head: int | None = derived(lambda config: config.d_model // config.heads)
+    d_head: int | None = computed_field(lambda config: config.d_model // config.heads)
     positions: int = 1024
     rotary: Rotary | None = None
     layer_rotary: tuple[Rotary | None, ...] = per_layer(())

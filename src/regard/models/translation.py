@@ -14,7 +14,7 @@ from regard.attention import OBSERVERS, Attention
 from regard.engines.packed_linear import project
 from regard.masks import causal
 from regard.models.components import ARRANGEMENTS, choose, embed_tokens, make_embedding, norm_factory
-from regard.models.config_fields import derived, optional_count, same_as, token
+from regard.models.config_fields import computed_field, optional_count, same_as, token
 from regard.models.decoder_inputs import DecoderInputs, pad_sources, prepare_decoder_inputs
 from regard.models.inputs import Inputs, prepare_inputs
 from regard.models.position_embeddings import POSITIONS
@@ -77,7 +77,7 @@ class TransformerConfig:
     d_hidden: int
     target_vocabulary: int | None = None
     decoder_layers: int | None = same_as("layers")
-    d_head: int | None = derived(lambda config: config.d_model // config.heads)
+    d_head: int | None = computed_field(lambda config: config.d_model // config.heads)
     position: str = "sinusoidal"
     positions: int = 512
     first_position: int = optional_count(0)
@@ -91,7 +91,7 @@ class TransformerConfig:
     bias: bool = True
     scale: float | None = None
     embedding_norm: bool = False
-    embedding_scale: float | None = derived(lambda config: math.sqrt(config.d_model))
+    embedding_scale: float | None = computed_field(lambda config: math.sqrt(config.d_model))
     output_scale: float = 1.0
     tied: bool = True
     logits_bias: bool = False

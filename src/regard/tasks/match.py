@@ -198,7 +198,7 @@ class Match(Task):
             candidates += [int(n), *random.choice(others, CANDIDATES - 1, replace=False).tolist()]
         if not images:
             return {}
-        logits = _predict_logits(model, items.crossed(images, candidates)).view(-1, CANDIDATES)
+        logits = _predict_logits(model, items.combine(images, candidates)).view(-1, CANDIDATES)
         ranks = 1 + (logits[:, 1:] >= logits[:, :1]).sum(1)
         return {f"right of {CANDIDATES}": float((ranks == 1).float().mean()), "mrr": float((1 / ranks).mean())}
 
@@ -269,7 +269,7 @@ class ImageTextPairs:
         targets = (torch.from_numpy(self.targets[chosen]), same)
         return Batch((images, moves, text, mask), targets, int(self.sizes[chosen].sum()), len(chosen))
 
-    def crossed(self, images: Sequence[int], texts: Sequence[int]) -> ImageTextPairs:
+    def combine(self, images: Sequence[int], texts: Sequence[int]) -> ImageTextPairs:
         """Combine the images of some examples with the texts of others."""
         ids, which = [self.ids[n] for n in texts], self.which[np.array(images)]
         return ImageTextPairs(self.task, self.form, self.pixels, which, ids, ())

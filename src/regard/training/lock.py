@@ -19,7 +19,7 @@ BUSY = (errno.EWOULDBLOCK, errno.EACCES, errno.EDEADLK)
 
 
 @contextmanager
-def locked(folder: Path) -> Iterator[None]:
+def lock_run(folder: Path) -> Iterator[None]:
     """Hold the lock of a run directory, or raise `RunLocked`.
 
     The operating system releases the lock when the process ends, even if it crashes. The file stays.

@@ -27,7 +27,7 @@ from regard.data.batches import in_order, plan, shards
 from regard.errors import UserError
 from regard.nn import Packed
 from regard.progress import stage
-from regard.training.lock import locked
+from regard.training.lock import lock_run
 from regard.training.nonfinite import find_nonfinite_gradient, find_nonfinite_layer
 from regard.training.recipe import Recipe
 from regard.training.runs import Log, Progress, Run, environment, has_steps, load, reserve_folder
@@ -56,7 +56,7 @@ class Callback(Protocol):
     def step(self, step: Step) -> None: ...
     def on_evaluate(self, step: int, loss: float, best: bool) -> None: ...
     def on_message(self, line: str) -> None: ...
-    def ended(self) -> None: ...
+    def on_end(self) -> None: ...
 
 
 class NoCallback:
@@ -66,7 +66,7 @@ class NoCallback:
     def step(self, step: Step) -> None: ...
     def on_evaluate(self, step: int, loss: float, best: bool) -> None: ...
     def on_message(self, line: str) -> None: ...
-    def ended(self) -> None: ...
+    def on_end(self) -> None: ...
 
 
 class Objective(nn.Module):
@@ -121,13 +121,13 @@ def train(run: Run, examples: Examples | None = None, callback: Callback | None 
             "or start a new one with regard train"
         )
     main = _accelerator(run.task, run.recipe).is_main_process
-    with locked(run.folder) if main else nullcontext():  # only the main process writes
+    with lock_run(run.folder) if main else nullcontext():  # only the main process writes
         if examples is None:
             examples = reread_examples(run)
         trainer = _Trainer(run, examples, callback)
         try:
             progress = trainer.run_to_end()
-            callback.ended()
+            callback.on_end()
             if progress.done and main:
                 run.calibrate(examples.validation)
             return progress
@@ -165,7 +165,9 @@ class _Trainer:
         model = run.task.model(run.processor)
         if not run.checkpoints():
             run.task.load_pretrained(model)
-        sequence_context = state.sharing(self.sharing, self.accelerator.device) if self.sharing > 1 else nullcontext
+        sequence_context = (
+            state.sequence_contexts(self.sharing, self.accelerator.device) if self.sharing > 1 else nullcontext
+        )
         objective = Objective(run.task, model, run.recipe.label_smoothing, sequence_context)
         self.sharded = run.recipe.shard == "fsdp" and self.accelerator.num_processes > 1
         if self.sharded:
@@ -183,7 +185,7 @@ class _Trainer:
             run.remove_partial_files()
         checkpoint = run.latest(callback.on_message if self.main else lambda line: None, self._read)
         if checkpoint is not None:
-            state.restore(checkpoint[0], *self._checkpointed())
+            state.restore(checkpoint[0], *self._checkpoint_content())
             self.progress = checkpoint[1]
         elif self.main and has_steps(run.folder):
             callback.on_message(f"{run.folder}: no checkpoint to continue from; the training restarts at step 1")
@@ -289,7 +291,7 @@ class _Trainer:
 
     def _evaluate(self) -> None:
         """Compute the validation loss with the averaged weights, and keep the best ones."""
-        with self._averaged():
+        with self._use_average():
             loss = self.validation_loss()
             better = math.isfinite(loss) and not loss >= self.progress.best
             stale = 0 if better else self.progress.stale + 1
@@ -307,9 +309,9 @@ class _Trainer:
             self.log(self.progress.step, validation_loss=loss)
             self.callback.on_evaluate(self.progress.step, loss, better)
 
-    def _averaged(self) -> AbstractContextManager[None]:
+    def _use_average(self) -> AbstractContextManager[None]:
         """A context in which the model has the averaged weights, if there are any."""
-        return self.average.applied() if self.average is not None else nullcontext()
+        return self.average.use_average() if self.average is not None else nullcontext()
 
     def _keep_best(self) -> None:
         weights = self.state.weights(self.objective)
@@ -322,7 +324,7 @@ class _Trainer:
         if problem:
             if self.main:
                 self.callback.on_message(f"{problem}; replaced by the weights of step {self.progress.step}")
-            with self._averaged():
+            with self._use_average():
                 self.progress = replace(self.progress, best=self.validation_loss(), stale=0)
                 self._keep_best()
 
@@ -362,14 +364,14 @@ class _Trainer:
 
     def _save(self) -> None:
         if self.sharded:
-            self.run.save_shard(self.state.capture(*self._checkpointed(), self.state.SHARDED), self.progress)
+            self.run.save_shard(self.state.capture(*self._checkpoint_content(), self.state.SHARDED), self.progress)
         else:
-            tensors = self.state.capture(*self._checkpointed())
+            tensors = self.state.capture(*self._checkpoint_content())
             if self.main:
                 self.run.save(tensors, self.progress)
         self._saved_step = self.progress.step
 
-    def _checkpointed(self) -> tuple[Any, Any, Any]:
+    def _checkpoint_content(self) -> tuple[Any, Any, Any]:
         """The objects that a checkpoint contains."""
         return self.objective, self.optimizer.optimizer, self.average
 
@@ -379,7 +381,7 @@ class _Trainer:
             return load(path)
         from regard.training import sharded_checkpoint
 
-        return sharded_checkpoint.load(path, self.state.capture(*self._checkpointed(), self.state.SHARDED))
+        return sharded_checkpoint.load(path, self.state.capture(*self._checkpoint_content(), self.state.SHARDED))
 
     def _raise_nonfinite(self, step: int, chosen: np.ndarray, what: str, where: str | None) -> None:
         """Raise the same error in all processes, with the location found by the first one that knows it."""

@@ -13,7 +13,7 @@ from regard.errors import UserError
 from regard.models.checkpoints.family import check_config
 from regard.models.checkpoints.own_format import from_json, to_json
 from regard.models.text import TextConfig, TextEncoder
-from regard.training.run_files import naming
+from regard.training.run_files import name_in_errors
 from regard.training.runs import Run
 
 if TYPE_CHECKING:
@@ -68,7 +68,7 @@ def load_model(start: str) -> tuple[nn.Module, Tokenizer]:
 
     if not (folder / "tokenizer.json").exists():
         raise UserError(f"{start}: no tokenizer.json next to the checkpoint; copy its tokenizer there")
-    with naming(start, "check --pretrained"):
+    with name_in_errors(start, "check --pretrained"):
         tokenizer = read_tokenizer(folder / "tokenizer.json")
         tokenizer.no_padding()
         tokenizer.no_truncation()

@@ -32,7 +32,7 @@ class ProgressBar:
         return self
 
     def __exit__(self, *error: object) -> None:
-        self.ended()
+        self.on_end()
 
     def on_start(self, run: Run, progress: Progress, examples: Examples) -> None:
         self.examples = examples
@@ -64,7 +64,7 @@ class ProgressBar:
     def on_evaluate(self, step: int, loss: float, best: bool) -> None:
         self.console.print(f"step {step}: validation loss {loss:.4f}{', the best so far' if best else ''}")
 
-    def ended(self) -> None:
+    def on_end(self) -> None:
         if self._bar is not None:
             self._bar.stop()
 

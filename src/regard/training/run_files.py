@@ -11,7 +11,7 @@ from typing import Any
 
 from torch import Tensor, nn
 
-from regard.data.saved_files import build, check_values, naming, read_object
+from regard.data.saved_files import build, check_values, name_in_errors, read_object
 from regard.errors import UserError
 from regard.field_types import check_value, short_repr
 from regard.files import read_text, require_file
@@ -36,7 +36,7 @@ def read_about(folder: Path) -> dict[str, Any]:
     """Read run.json and check the types of its values."""
     path = folder / "run.json"
     about = read_object(path)
-    with naming(path):
+    with name_in_errors(path):
         if (version := about.get("format")) != FORMAT:
             raise UserError(
                 f"expected format {FORMAT}, got {short_repr(version)}; train the run again with this version"
@@ -58,7 +58,7 @@ def read_lines(path: Path) -> Iterator[dict[str, Any]]:
     """Yield the lines of a log; an incomplete last line is left out."""
     lines = read_text(path).splitlines() if path.exists() else []
     for n, line in enumerate(lines, 1):
-        with naming(path, "delete the line, or the file"):
+        with name_in_errors(path, "delete the line, or the file"):
             try:
                 record = json.loads(line)
             except (ValueError, RecursionError) as error:

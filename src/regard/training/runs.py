@@ -29,14 +29,14 @@ from regard.nn import freeze
 from regard.progress import stage
 from regard.training import checksum
 from regard.training.lock import NAME as LOCK
-from regard.training.lock import RunLocked, locked
+from regard.training.lock import RunLocked, lock_run
 from regard.training.recipe import Recipe
 from regard.training.run_files import (
     FORMAT,
     Shapes,
     build,
     check_model,
-    naming,
+    name_in_errors,
     read_about,
     read_lines,
     read_notes,
@@ -128,7 +128,7 @@ class Run:
                 "regard export"
             )
         about, known = read_about(folder), tasks()
-        with naming(folder / "run.json"):
+        with name_in_errors(folder / "run.json"):
             if about["task"] not in known:
                 raise UserError(f"unknown task {short_repr(about['task'])}; known tasks are {', '.join(known)}")
             task = build(known[about["task"]], about["options"], "options")
@@ -142,10 +142,10 @@ class Run:
 
     def keep_results(self, results: dict[str, Any]) -> None:
         """Write results to run.json; raise `RunLocked` if a training is active or has replaced the weights."""
-        with locked(self.folder):
+        with lock_run(self.folder):
             best = self.folder / "best.safetensors"
             if best.exists():
-                with naming(best):
+                with name_in_errors(best):
                     if _step(read_notes(best)) != results["step"]:
                         raise RunLocked(f"{best}: was replaced during the evaluation; run the command again")
             self.about = read_about(self.folder) | {"results": results}
@@ -248,7 +248,7 @@ class Run:
             return self._exported_model(frozen), self.about["exported"]["step"]
         path = self.folder / "best.safetensors"
         if path.exists():
-            with naming(path, f"regard resume {self.folder} rewrites it"):
+            with name_in_errors(path, f"regard resume {self.folder} rewrites it"):
                 shapes = shapes_of(path)
                 self.check_model(path, shapes)
                 weights, notes = load(path)
@@ -262,7 +262,7 @@ class Run:
             weights = {name.removeprefix(prefix): value for name, value in tensors.items() if name.startswith(prefix)}
             self.check_model(self.folder / "checkpoints", {name: tuple(x.shape) for name, x in weights.items()})
             step = progress.step
-        with naming(self.folder), torch.random.fork_rng():
+        with name_in_errors(self.folder), torch.random.fork_rng():
             model = self.task.model(self.processor)
             model.load_state_dict(weights)
         if frozen:
@@ -271,9 +271,9 @@ class Run:
 
     def check_model(self, path: Path, shapes: Shapes) -> None:
         """Raise if the model of run.json, processor.json and tokenizer.json does not match the tensors of a file."""
-        with naming(f"{self.folder}/run.json or processor.json"):
+        with name_in_errors(f"{self.folder}/run.json or processor.json"):
             model = build_on_meta(lambda: self.task.model(self.processor), tensor_count=len(shapes))
-        with naming(path, "are these files from the same run?"):
+        with name_in_errors(path, "are these files from the same run?"):
             check_model(model, shapes)
 
     def check_checkpoint(self) -> None:
@@ -292,7 +292,7 @@ class Run:
     def _exported_model(self, frozen: bool) -> nn.Module:
         from regard.models import load as load_checkpoint
 
-        with naming(self.folder, "export the run again"):
+        with name_in_errors(self.folder, "export the run again"):
             return load_checkpoint(self.folder, dtype=torch.float32, frozen=frozen)
 
     def calibrate(self, rows: Sequence[Row]) -> None:
@@ -361,7 +361,7 @@ def reserve_folder(folder: Path, task: str) -> Iterator[None]:
     check_vacant(folder, task)
     created = [each for each in (folder, *folder.parents) if not each.exists()]
     folder.mkdir(parents=True, exist_ok=True)
-    with locked(folder):
+    with lock_run(folder):
         check_vacant(folder, task)  # another process may have created a run before this one got the lock
         try:
             yield

@@ -43,7 +43,7 @@ class WeightAverage:
         torch._foreach_lerp_(self.values, [weight.detach() for weight in self.weights], 1 - decay)
 
     @contextmanager
-    def applied(self) -> Iterator[None]:
+    def use_average(self) -> Iterator[None]:
         """A context in which the model has the averaged weights."""
         self._swap()
         try:
@@ -72,7 +72,9 @@ def shard(objective: nn.Module) -> None:
     fully_shard(objective, mesh=mesh)
 
 
-def sharing(ranks: int, device: torch.device, method: str | None = None) -> Callable[[], AbstractContextManager[None]]:
+def sequence_contexts(
+    ranks: int, device: torch.device, method: str | None = None
+) -> Callable[[], AbstractContextManager[None]]:
     """Return a context factory for models whose sequences are shared by `ranks` consecutive processes."""
     mesh = init_device_mesh(device.type, (dist.get_world_size() // ranks, ranks), mesh_dim_names=("data", "sequence"))
     return partial(sequence, mesh["sequence"].get_group(), layout="balanced", method=method)
@@ -96,7 +98,7 @@ def capture(
     for name, parts in state.get("state", {}).items():
         tensors |= {f"optimizer.{part}.{name}": value.contiguous() for part, value in parts.items()}
     if average is not None:
-        with average.applied():
+        with average.use_average():
             tensors |= {f"average.{name}": value.clone() for name, value in weights(objective, options).items()}
     return tensors
 
@@ -111,7 +113,7 @@ def restore(
         return {f"model.{name.removeprefix(prefix)}": tensors[name] for name in tensors if name.startswith(prefix)}
 
     if average is not None:
-        with average.applied():
+        with average.use_average():
             set_model_state_dict(objective, part("average."), options=options)
     set_model_state_dict(objective, part("model."), options=options)
     state: Any = get_optimizer_state_dict(objective, optimizer, options=options)  # a template with groups and names

@@ -162,10 +162,10 @@ class _Recorder:
             display_name = self.modules.display_name(name, call_number)
             captured = self.known[name, call_number] = CapturedAttention(display_name, self.counts[kind], kind)
             self.counts[kind] += 1
-            if not self._wanted(captured.layer):
+            if not self._captures_layer(captured.layer):
                 return
             self.record.attentions.append(captured)
-        elif not self._wanted(captured.layer):
+        elif not self._captures_layer(captured.layer):
             return
         attend = attend.snapshot()
         ids = _query_ids(self.ids, query)
@@ -179,7 +179,7 @@ class _Recorder:
         if captured.kind == "decoder":
             self.parents, self.restarted = parents, parents is None
 
-    def _wanted(self, layer: int) -> bool:
+    def _captures_layer(self, layer: int) -> bool:
         if self.layers is None:
             return True
         if isinstance(self.layers, slice):
