@@ -62,7 +62,9 @@ def _step(rank: int, split: Split) -> dict[str, int]:
     objective: Any = nn.Module()
     objective.model = model = LanguageModel(CONFIG)
     objective.forward = model.loss
-    together = state.sharing(split.sequence, torch.device("cpu"), split.method) if split.sequence > 1 else nullcontext
+    together = nullcontext
+    if split.sequence > 1:
+        together = state.sequence_contexts(split.sequence, torch.device("cpu"), split.method)
     reduced: Counter[str] = Counter()
     if split.fsdp:
         state.shard(objective)

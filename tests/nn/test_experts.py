@@ -146,6 +146,6 @@ def test_wrong_routings_raise() -> None:
         rg.models.LanguageModel(rg.models.LanguageConfig(**base, d_shared=4, routing=rg.nn.Routing("softmax")))
     with pytest.raises(ValueError, match="delta_layers needs the sizes"):
         rg.models.LanguageModel(rg.models.LanguageConfig(**base, delta_layers=(True,)))
+    latent = rg.models.LatentSizes(4, 2, 4)
     with pytest.raises(ValueError, match="no qk_norm and no output_gate"):
-        latent = rg.models.LatentSizes(4, 2, 4)
         rg.models.LanguageModel(rg.models.LanguageConfig(**base, latent=latent, qk_norm=True))

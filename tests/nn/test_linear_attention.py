@@ -185,7 +185,7 @@ def test_a_long_sequence_takes_memory_in_proportion_to_its_length():
 
 
 def test_a_capture_names_the_recurrent_layers_that_it_cannot_record():
-    import regard.view
+    from regard.view import capture
 
     blocks = [
         rg.nn.Block(each, rg.nn.FeedForward(16, 16), residual=lambda: rg.nn.PreNorm(16))
@@ -194,7 +194,7 @@ def test_a_capture_names_the_recurrent_layers_that_it_cannot_record():
     stack = rg.nn.Encoder(blocks)
     with (
         pytest.warns(UserWarning, match=r"not in the record: layers\.0\.attention, layers\.2\.attention$"),
-        rg.view.capture(stack) as record,
+        capture(stack) as record,
     ):
         stack(torch.randn(1, 5, 16))
     assert [each.name for each in record.attentions] == ["layers.1.attention"]
