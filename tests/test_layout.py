@@ -34,7 +34,7 @@ LAYERS = [
         "quantized",
         "sharding",
     },
-    {"scores", "masks", "positions"},
+    {"scores", "masks", "positions", "normalizations"},
     {"engines"},
     {"attention"},
     {"functional"},

@@ -31,6 +31,7 @@ from regard.masks import (
 )
 from regard.models.checkpoints import load, save
 from regard.nn.packing import Packed, pack, unpack
+from regard.normalizations import Entmax, ReLU, Sigmoid, Softmax
 from regard.positions import Bias, alibi, dense_bias, learned, relative, rotary, shaw, sinusoidal, t5
 from regard.quantized import QuantizedTensor
 from regard.scores import Additive, Bilinear, Cosine, Dot, Modified
@@ -57,6 +58,11 @@ __all__ = [
     "Cosine",
     "Dot",
     "Modified",
+    # normalisations
+    "Entmax",
+    "ReLU",
+    "Sigmoid",
+    "Softmax",
     # masks
     "Mask",
     "bigbird",

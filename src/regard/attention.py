@@ -24,6 +24,7 @@ from regard.engines.select import Explanation, explain, select, select_inspectio
 from regard.engines.tensor_memory import is_direct, is_sharded
 from regard.geometry import CallSlice, Frame, format_shape, pad_leading
 from regard.masks import Mask, dense
+from regard.normalizations import DEFAULT_NORMALIZATION, Normalization, Softmax, check_normalization
 from regard.positions.biases import Bias, dense_bias, is_built_in
 from regard.quantized import QuantizedTensor, dequantize, is_one_batch
 from regard.scores import BUILT_IN, DEFAULT_SCORE, Score, to_score
@@ -60,6 +61,8 @@ class Attention(Description):
     temperature: a positive number; for a learned temperature use the `scale` of the score.
     sink: a logit, shared or one per head.
     dropout: the fraction of weights to drop, in [0, 1); ignored after `.eval()`.
+    normalization: `Softmax()`, `Sigmoid(bias)`, `Entmax(alpha)` or `ReLU(power)`; all but softmax have neither a sink nor
+        a log-sum-exp.
 
     An `nn.Module`: its `nn.Parameter`s are parameters of every module that contains it, other tensors are buffers.
 
@@ -79,6 +82,7 @@ class Attention(Description):
     temperature: float = 1.0
     sink: float | Tensor | None = None
     dropout: float = 0.0
+    normalization: Normalization = DEFAULT_NORMALIZATION
 
     if TYPE_CHECKING:  # the constructor also accepts what `__post_init__` converts
 
@@ -91,6 +95,7 @@ class Attention(Description):
             temperature: float = 1.0,
             sink: float | Tensor | None = None,
             dropout: float = 0.0,
+            normalization: Normalization = ...,
         ) -> None: ...
 
     def __post_init__(self) -> None:
@@ -104,6 +109,9 @@ class Attention(Description):
         arguments.check_temperature(self.temperature)
         arguments.check_dropout(self.dropout)
         arguments.check_sink(self.sink)
+        check_normalization(self.normalization)
+        if self.sink is not None and not isinstance(self.normalization, Softmax):
+            raise ValueError(f"a sink takes weight in a softmax only, not in {self.normalization!r}; leave it out")
         object.__setattr__(self, "_plans", Plans())
         custom = type(self.score) not in BUILT_IN or not (self.bias is None or is_built_in(self.bias))
         object.__setattr__(self, "_custom", custom)
@@ -120,6 +128,7 @@ class Attention(Description):
             bias=None if self.bias is None else self.bias.narrow(part),
             offset=frame.offset + part.rows.start - part.columns.start,
             sink=sink,
+            normalization=self.normalization.narrow(part),
         )
 
     def snapshot(self) -> Attention:
@@ -388,15 +397,21 @@ class Attention(Description):
         check_tensors(query, key, value)
         shape, shared = (1,) * (4 - query.dim()) + tuple(query.shape), (1,) * (4 - key.dim()) + tuple(key.shape)
         batch = batch_size(query, key) if value is None else batch_size(query, key, value)
-        score, bias = self.score, self.bias
+        if return_lse and not isinstance(self.normalization, Softmax):
+            raise ValueError(
+                f"the log-sum-exp belongs to a softmax, but the normalisation is {self.normalization!r}; outputs of "
+                "Sigmoid and ReLU over shards of the keys add up without one"
+            )
+        score, bias, normalization = self.score, self.bias, self.normalization
         if not torch.compiler.is_compiling():
-            score, bias = snapshot(score), snapshot(bias)
+            score, bias, normalization = snapshot(score), snapshot(bias), snapshot(normalization)
         offset = shared[2] - shape[2] if self.offset is None else arguments.read_offset(self.offset)
         frame = Frame(batch, shape[1], shape[2], shared[2], offset)
         d_value = 0 if value is None else value.shape[-1]
         self.check(frame, shape[3], d_value)
         tensors = [t for t in (query, key, value, self.sink) if isinstance(t, Tensor)] + list(score.tensors())
         tensors += bias.tensors() if bias is not None else ()
+        tensors += normalization.tensors()
         for tensor in tensors:
             check_description_tensor(tensor, query)
         custom = [part for part in (score, bias) if part is not None] if self.__dict__["_custom"] else []
@@ -424,6 +439,7 @@ class Attention(Description):
             direct=torch.compiler.is_compiling() or is_direct(tensors),
             sharded=is_sharded(tensors),
             broadcasts=any(t is not None and t.dim() == 4 and t.shape[0] != batch for t in (query, key, value)),
+            normalization=normalization,
         )
 
     def check(self, frame: Frame, d_head: int, d_value: int) -> None:
@@ -443,6 +459,7 @@ class Attention(Description):
             raise ValueError(
                 f"sink must be one logit or one for each of the {frame.H} heads, but is {format_shape(self.sink)}"
             )
+        self.normalization.check(frame.H)
 
     def __repr__(self) -> str:
         shown = []

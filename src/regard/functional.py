@@ -13,6 +13,7 @@ from regard import arguments
 from regard.attention import Attention, Keys
 from regard.cache import CACHE
 from regard.masks import Mask
+from regard.normalizations import DEFAULT_NORMALIZATION, Normalization
 from regard.positions.biases import Bias
 from regard.scores import DEFAULT_SCORE, Score
 
@@ -27,6 +28,7 @@ class AttentionOptions(TypedDict, total=False):
     temperature: float
     sink: float | Tensor | None
     dropout: float
+    normalization: Normalization
     engine: str | None
 
 
@@ -60,6 +62,7 @@ def attention(
     temperature: float = 1.0,
     sink: float | Tensor | None = None,
     dropout: float = 0.0,
+    normalization: Normalization = DEFAULT_NORMALIZATION,
     engine: str | None = None,
     return_lse: bool = False,
 ) -> Any:
@@ -71,11 +74,11 @@ def attention(
     torch.Size([1, 8, 100, 64])
     """
     plain = score is DEFAULT_SCORE and bias is None and (sink is None or type(sink) in (int, float))
-    plain = plain and (offset is None or type(offset) is int)
+    plain = plain and (offset is None or type(offset) is int) and normalization is DEFAULT_NORMALIZATION
     if plain and (mask is None or isinstance(mask, Mask)) and not torch.compiler.is_compiling():
         attend = _plain_attention(mask, offset, temperature, sink, dropout)
     else:
-        attend = Attention(score, mask, bias, offset, temperature, sink, dropout)
+        attend = Attention(score, mask, bias, offset, temperature, sink, dropout, normalization)
     return attend.forward(query, key, value, engine=engine, return_lse=return_lse)
 
 

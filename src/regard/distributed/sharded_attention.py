@@ -18,6 +18,7 @@ from regard.engines.derivatives import may_have_tangent
 from regard.engines.dropout import draw_seed
 from regard.engines.problem import FLOATS, check_tensors
 from regard.geometry import pad_leading
+from regard.normalizations import Softmax
 
 CALL_FIELDS = (
     "queries",
@@ -42,6 +43,11 @@ def sharded_attention(
 ) -> Any:  # fmt: skip
     """Attention with a description and a communicator; see `regard.distributed.attention`."""
     attend = attend.snapshot()
+    if not isinstance(attend.normalization, Softmax):
+        raise NotImplementedError(
+            "a sharded sequence merges shards of the keys by their log-sum-exp, which only a softmax has, not "
+            f"{attend.normalization!r}; compute full sequences, outside of regard.distributed.sequence"
+        )
     check_tensors(query, key, value)
     shape = query.shape[:-1]
     query, key, value = pad_leading(query), pad_leading(key), pad_leading(value)

@@ -70,7 +70,7 @@ def _attention_flops(model: ModelShape, tokens: int) -> float:
     back = torch.randn(1, layer.H, tokens, layer.E)
     count = visited_entries(attend.mask, Frame(1, layer.H, tokens, tokens, 0))
     flops = forward_flops(count, attend.score, layer.D, layer.E) + backward_flops(count, attend.score, layer.D, layer.E)
-    attend = Attention(attend.score, attend.mask)
+    attend = Attention(attend.score, attend.mask, normalization=attend.normalization)
     return flops / _median_seconds(lambda: attend(q, k, v).backward(back))
 
 

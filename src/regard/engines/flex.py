@@ -134,6 +134,8 @@ def why_not(problem: Problem) -> list[str]:
     reasons = []
     if problem.empty:
         reasons.append("an axis is empty")
+    if not problem.softmax:
+        reasons.append(f"its kernel computes a softmax, not {problem.normalization!r}")
     if problem.device.type == "meta":
         reasons.append("it reads values, and meta tensors have none")
     if type(base) not in (Dot, Cosine, Bilinear):

@@ -9,14 +9,16 @@ import torch
 from torch import Tensor
 
 from regard.engines.problem import Problem
-from regard.engines.reference import logits, prepare_operands, sink_logit, softmax
+from regard.engines.reference import logits, normalize, prepare_operands, sink_logit
 from regard.engines.tiled import TiledInputs, TileRow, tile_rows
+from regard.engines.whole_rows import block_weights, blocks
 from regard.geometry import Indices
 
 
 class Statistics(NamedTuple):
     """Row statistics of the weights: all (B, H, Q), the top keys and weights (B, H, Q, top).
 
+    Entropy and distance are of the weights divided by their sum, which matters if the normalisation is not a softmax.
     A row without visible keys has log-sum-exp and largest logit -inf, entropy and distance 0, top keys -1.
 
     >>> import regard as rg, torch
@@ -50,7 +52,7 @@ def weights(problem: Problem, query: Tensor, key: Tensor, heads: Tensor, rows: T
     for some in rows.split(max(1, (1 << 22) // max(1, frame.B * len(heads) * frame.K))):
         places = Indices(frame, batch, heads[:, None, None], some[:, None], torch.arange(frame.K, device=device))
         scores = logits(problem, query[:, heads][:, :, some], key, places, problem.bias, bad)
-        parts.append(softmax(scores, sink_logit(problem, places, scores))[0][..., columns])
+        parts.append(normalize(problem, scores, places)[0][..., columns])
     return torch.cat(parts, 2).to(problem.dtype) if parts else query.new_zeros(frame.B, len(heads), 0, len(columns))
 
 
@@ -68,6 +70,10 @@ def statistics(problem: Problem, query: Tensor, key: Tensor, top: int, chosen: T
     if problem.empty:
         lse.fill_(float("-inf")), largest.fill_(float("-inf"))
         return Statistics(lse, entropy, largest, distance, keys, best, mass)
+    if not problem.softmax:
+        whole = Statistics(lse, entropy, largest, distance, keys, best, mass)
+        _statistics_by_rows(problem, TiledInputs(problem, query, key, None), whole, is_chosen)
+        return whole
     for row, tiles, sink in _logit_rows(problem, TiledInputs(problem, query, key, None)):
         at = row.box
         state = _RunningSums(lse[at], top, is_chosen)
@@ -78,6 +84,27 @@ def statistics(problem: Problem, query: Tensor, key: Tensor, top: int, chosen: T
         if mass is not None:
             mass[at] = state.chosen_share(lse[at])
     return Statistics(lse, entropy, largest, distance, keys, best, mass)
+
+
+def _statistics_by_rows(problem: Problem, pieces: TiledInputs, whole: Statistics, is_chosen: Tensor) -> None:
+    """Compute the statistics of weights that need not sum to 1."""
+    whole.lse.fill_(float("-inf")), whole.max_logit.fill_(float("-inf"))
+    for row, tile in blocks(problem, pieces):
+        if tile is None:
+            continue
+        at, places = row.box, tile.at
+        scores, weights, _ = block_weights(problem, tile)
+        total = weights.sum(-1, keepdim=True)
+        shares = weights / total.masked_fill(total == 0, 1.0)
+        whole.lse[at], whole.max_logit[at] = scores.logsumexp(-1), scores.amax(-1)
+        whole.entropy[at] = torch.special.entr(shares).sum(-1)
+        whole.distance[at] = (shares * (places.p - places.j).abs()).sum(-1)
+        count = min(whole.top_keys.shape[-1], scores.shape[-1])
+        logits, index = scores.topk(count, -1)
+        whole.top_keys[at][..., :count] = (index + places.j[0]).masked_fill(logits == float("-inf"), -1)
+        whole.top_weights[at][..., :count] = weights.gather(-1, index)
+        if whole.mass is not None:
+            whole.mass[at] = weights[..., is_chosen[places.j]].sum(-1)
 
 
 class _RunningSums:
@@ -135,6 +162,16 @@ def pooled_weights(problem: Problem, query: Tensor, key: Tensor, size: tuple[int
     if problem.empty:
         return result.to(problem.dtype)
     pieces = TiledInputs(problem, query, key, None)
+    if not problem.softmax:
+        for row, tile in blocks(problem, pieces):
+            if tile is not None and tile.at.box is not None:
+                (down, rows), (across, columns) = (
+                    _pool(part, length, bins, result)
+                    for part, length, bins in zip(tile.at.box[2:], (frame.Q, frame.K), size, strict=True)
+                )
+                weights = block_weights(problem, tile)[1]
+                result[row.batch, row.heads, rows, columns] += down.mT @ (weights @ across)
+        return result.to(problem.dtype)
     for row, tiles, sink in _logit_rows(problem, pieces):
         lse = _lse(tiles, sink, result.new_empty(()))
         empty = lse == float("-inf")

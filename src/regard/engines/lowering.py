@@ -52,6 +52,8 @@ def why_not(problem: Problem) -> list[str]:
     reasons = []
     if problem.empty:
         reasons.append("an axis is empty")
+    if not problem.softmax:
+        reasons.append(f"its kernels compute a softmax, not {problem.normalization!r}")
     if type(problem.score) not in BUILT_IN:
         reasons.append(f"its kernels support dot products and the additive score, not {problem.score!r}")
     if problem.bias is not None:

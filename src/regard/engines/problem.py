@@ -12,6 +12,7 @@ from torch import Tensor
 from regard.arguments import check_layout
 from regard.geometry import Frame, format_shape
 from regard.masks import Mask
+from regard.normalizations import DEFAULT_NORMALIZATION, Normalization, Softmax
 from regard.positions.biases import Bias, is_built_in
 from regard.scores import BUILT_IN, Score
 
@@ -41,6 +42,7 @@ class Problem:
     direct: bool = True  # whether the kernels may read the tensors in place, see `tensor_memory.is_direct`
     broadcasts: bool = False  # whether query, key or value has a batch axis of 1 that broadcasts
     sharded: bool = False  # whether one of the tensors is a DTensor
+    normalization: Normalization = DEFAULT_NORMALIZATION
     memo: dict = field(default_factory=dict, init=False)  # cache for engines
 
     @property
@@ -62,7 +64,12 @@ class Problem:
     def tensors(self) -> tuple[Tensor, ...]:
         """The tensors of the description that may require grad; a modifier may close over more."""
         own = self.score.tensors() + (self.bias.tensors() if self.bias is not None else ())
-        return own + ((self.sink,) if isinstance(self.sink, Tensor) else ())
+        return own + self.normalization.tensors() + ((self.sink,) if isinstance(self.sink, Tensor) else ())
+
+    @property
+    def softmax(self) -> bool:
+        """Whether the weights are a softmax."""
+        return isinstance(self.normalization, Softmax)
 
     @property
     def custom(self) -> bool:

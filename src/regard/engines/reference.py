@@ -1,7 +1,7 @@
 """The reference: dense, in any dtype, on one screen. Every other engine is tested against it.
 
 logits  = (score(q, k) + bias) / temperature, -inf where the mask is False
-weights = softmax over keys of logits, including the sink
+weights = softmax over keys of logits, including the sink, or another normalisation
 output  = dropout(weights) @ v, plus the value part of a relative position scheme
 """
 
@@ -13,17 +13,20 @@ from torch import Tensor
 from regard.engines.dropout import dropout_factors
 from regard.engines.problem import Engine, Problem, exceeds
 from regard.geometry import Indices
+from regard.normalizations import Softmax
 from regard.positions.biases import Bias
 from regard.scores import Additive
 
 DENSE_BYTES = 1 << 28  # above this, an engine without dense weights is preferred
 
 
-def run(problem: Problem, query: Tensor, key: Tensor, value: Tensor, seed: Tensor | None) -> tuple[Tensor, Tensor]:
+def run(
+    problem: Problem, query: Tensor, key: Tensor, value: Tensor, seed: Tensor | None
+) -> tuple[Tensor, Tensor | None]:
     at = problem.frame.indices(device=query.device)
     (query, key, value), bad = prepare_operands(problem, query, key, value)
     scores = logits(problem, query, key, at, problem.bias, bad)  # (B, H, Q, K)
-    weights, lse = softmax(scores, sink_logit(problem, at, scores))
+    weights, lse = normalize(problem, scores, at)
     if seed is not None:
         weights = weights * dropout_factors(seed, problem.dropout, at).to(weights)
     output = weights @ value  # (B, H, Q, E)
@@ -49,6 +52,13 @@ def logits(
     if problem.mask is not None and not full:
         scores = scores.masked_fill(~problem.mask.allows(at), float("-inf"))
     return scores
+
+
+def normalize(problem: Problem, logits: Tensor, at: Indices) -> tuple[Tensor, Tensor | None]:
+    """Return the weights of whole rows of logits (..., q, k), and the log-sum-exp (..., q) of a softmax."""
+    if isinstance(problem.normalization, Softmax):
+        return softmax(logits, sink_logit(problem, at, logits))
+    return problem.normalization.weights(logits, at), None
 
 
 def softmax(logits: Tensor, sink: Tensor | None) -> tuple[Tensor, Tensor]:

@@ -29,7 +29,13 @@ from regard.scores import Additive, Modified
 TILE_ELEMENTS = 1 << 21  # size limit of the largest intermediate of a tile
 
 
-def run(problem: Problem, query: Tensor, key: Tensor, value: Tensor, seed: Tensor | None) -> tuple[Tensor, Tensor]:
+def run(
+    problem: Problem, query: Tensor, key: Tensor, value: Tensor, seed: Tensor | None
+) -> tuple[Tensor, Tensor | None]:
+    if not problem.softmax:
+        from regard.engines import whole_rows  # uses this module
+
+        return whole_rows.run(problem, query, key, value, seed)
     inputs, running = (query, key, value), active_transforms()
     if problem.torch_only or (running and (problem.custom or problem.dropout or "Grad" not in running)):
         return attend_by_tiles(problem, *inputs, seed)
@@ -61,6 +67,10 @@ def tile_size(problem: Problem) -> tuple[int, int]:
     score = problem.score.score if isinstance(problem.score, Modified) else problem.score
     lead = problem.frame.B * problem.frame.H * (problem.D if isinstance(score, Additive) else 1)
     rows, columns = 256, 512
+    if not problem.softmax:  # blocks of whole rows
+        while rows * problem.frame.K * lead > TILE_ELEMENTS and rows > 1:
+            rows //= 2
+        return rows, columns
     while rows * columns * lead > TILE_ELEMENTS and rows * columns > 1024:
         rows, columns = (rows // 2, columns) if rows * 4 > columns else (rows, columns // 2)
     return rows, columns
@@ -135,6 +145,16 @@ class TiledInputs:
         at = self.problem.frame.indices(*row.box, columns, key.device)
         return Tile(self.query(row), key, value, bad, self.problem.bias, at, full)
 
+    def join(self, row: TileRow) -> Tile:
+        """Return the tiles of a row as one, with those between them that are empty."""
+        columns, full = slice(row.columns[0][0].start, row.columns[-1][0].stop), all(full for _, full in row.columns)
+        if len(row.columns) == 1:
+            return self.tile(row, columns, full)
+        full = full and sum(part.stop - part.start for part, _ in row.columns) == columns.stop - columns.start
+        tile, places = self.tile(row, columns, full), range(columns.start, columns.stop, self.size[1])
+        parts = [self.tile(row, slice(place, place), full) for place in places]
+        return replace(tile, key=torch.cat([t.key for t in parts], 2), value=torch.cat([t.value for t in parts], 2))
+
     def kv_head_slice(self, row: TileRow) -> slice:
         """Return the key/value heads of the row's query heads."""
         repeats = self.problem.frame.H // self.problem.G
@@ -157,11 +177,16 @@ def attend_by_tiles(
         problem = with_tensors(problem, [t.to(torch.promote_types(t.dtype, problem.compute_dtype)) for t in own])
     pieces = TiledInputs(problem, query, key, value)
     rows = [_attend_row(problem, pieces, row, seed, save) for row in tile_rows(problem)]
+    joined = join_rows(problem, pieces, rows)  # (B, H, Q, E + 1)
+    return joined[..., :-1].to(problem.dtype), joined[..., -1].contiguous()
+
+
+def join_rows(problem: Problem, pieces: TiledInputs, rows: list[Tensor]) -> Tensor:
+    """Join the results of `tile_rows`, (b, h, q, ...), to (B, H, Q, ...)."""
     heads = problem.frame.H // pieces.heads
     per_head = len(rows) // (heads * (problem.frame.B // pieces.batch))
     bands = [torch.cat(rows[n : n + per_head], 2) for n in range(0, len(rows), per_head)]
-    joined = torch.cat([torch.cat(bands[n : n + heads], 1) for n in range(0, len(bands), heads)], 0)  # (B, H, Q, E + 1)
-    return joined[..., :-1].to(problem.dtype), joined[..., -1].contiguous()
+    return torch.cat([torch.cat(bands[n : n + heads], 1) for n in range(0, len(bands), heads)], 0)
 
 
 def _attend_row(problem: Problem, pieces: TiledInputs, row: TileRow, seed: Tensor | None, save: bool) -> Tensor:
@@ -208,7 +233,7 @@ def _attend_tile(
         if not known:
             known.append(mass)
         elif not torch.allclose(mass, known[0], rtol=1e-5, atol=1e-3, equal_nan=True):
-            raise _mismatch_error(problem)
+            raise mismatch_error(problem)
     dropped = weights if seed is None else weights * dropout_factors(seed, problem.dropout, tile.at).to(weights)
     output = dropped @ value
     if tile.bias is not None and (more := tile.bias.aggregate(tile.at, dropped)) is not None:
@@ -283,8 +308,9 @@ def with_tensors(problem: Problem, tensors: Tensors) -> Problem:
         known.setdefault(id(old), new)
     sink = known.get(id(problem.sink), problem.sink)
     return replace(
-        problem, score=replace_leaves(problem.score, known), bias=replace_leaves(problem.bias, known), sink=sink
-    )
+        problem, score=replace_leaves(problem.score, known), bias=replace_leaves(problem.bias, known), sink=sink,
+        normalization=replace_leaves(problem.normalization, known),
+    )  # fmt: skip
 
 
 @dataclass(frozen=True, eq=False)
@@ -306,6 +332,16 @@ class Motion:
             tangent = at.take(pad_leading(tangent))
         return tangent.to(like.dtype)
 
+    def without_nonfinite(self, problem: Problem, key: Tensor, value: Tensor) -> Motion:
+        """With a mask, keys and values that are not finite are constants."""
+        if problem.mask is None:
+            return self
+        still = [
+            None if t is None else t.masked_fill(~x.isfinite(), 0.0)
+            for x, t in zip((key, value), self.tensors[1:3], strict=True)
+        ]
+        return replace(self, tensors=(self.tensors[0], *still, *self.tensors[3:]))
+
 
 def gradients(
     problem: Problem, seed: Tensor | None, tensors: list[Tensor], wanted: list[bool], output: Tensor, lse: Tensor,
@@ -323,12 +359,7 @@ def gradients(
     pairing = torch.cat([grad_output.to(problem.compute_dtype), rest], -1)  # (B, H, Q, E + 1)
     moved = [False] * len(tensors)
     if motion is not None:
-        if problem.mask is not None:  # what is not finite is a constant
-            still = [
-                None if t is None else t.masked_fill(~x.isfinite(), 0.0)
-                for x, t in zip(tensors[1:3], motion.tensors[1:3], strict=True)
-            ]
-            motion = replace(motion, tensors=(motion.tensors[0], *still, *motion.tensors[3:]))
+        motion = motion.without_nonfinite(problem, key, value)
         moved = [tangent is not None for tangent in motion.tensors]
         rest_moves = -(grad_output.to(problem.compute_dtype) * motion.output).sum(-1, keepdim=True)
         lse_moves = motion.lse.masked_fill(lse == float("-inf"), 0.0).unsqueeze(-1)
@@ -376,7 +407,7 @@ def gradients(
                     target = tile.at.take(pad_leading(grads[n])) if cut else grads[n][boxes[n]] if n < 3 else grads[n]
                     target += grad
         if whole and problem.custom and not _sums_to_one(problem, row, mass, lse[row.box].unsqueeze(-1)):
-            raise _mismatch_error(problem)
+            raise mismatch_error(problem)
     if problem.mask is not None:  # non-finite values were replaced by a constant
         for n, tensor in ((1, key), (2, value)):
             grads[n].masked_fill_(~tensor.isfinite(), 0.0)
@@ -413,7 +444,7 @@ def _sums_to_one(problem: Problem, row: TileRow, mass: Tensor, lse: Tensor) -> b
     return not bool(((mass - 1).abs() > allowed)[lse > float("-inf")].any())
 
 
-def _mismatch_error(problem: Problem) -> RuntimeError:
+def mismatch_error(problem: Problem) -> RuntimeError:
     names = " and ".join(repr(part) for part in (problem.score, problem.bias) if part is not None)
     return RuntimeError(
         f"{names} returned different values in the backward pass than in the forward pass; if it uses tensors that are "

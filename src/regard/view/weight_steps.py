@@ -24,7 +24,8 @@ class WeightSteps:
         product        = sum of `terms` over the D dimensions       q · k for a dot product
         score          = score(q, k)                                product * scale, then softcap or a function, if any
         logit          = (score + bias) / temperature               -inf if the mask hides the key
-        weight         = exp(logit - lse)                           lse over all keys of the query, and the sink
+        weight         = exp(logit - lse)                           lse over all keys of the query, and the sink; or what
+                                                                    another `normalization` makes of the logits
         contribution   = |factor| * weight * value_length           the length of what is added to the output
         share          = the part of the output of the head that points in its direction; over all keys they sum to 1
 
@@ -47,6 +48,7 @@ class WeightSteps:
     temperature: float
     logit: float
     lse: float
+    normalization: str
     sink: float | None
     rank: int
     visible: int
@@ -68,7 +70,9 @@ class WeightSteps:
             f"score        {self.score:.6g}    scale {'-' if self.scale is None else f'{self.scale:.6g}'}",
             f"logit        {self.logit:.6g}    bias {0 if self.bias is None else self.bias:.6g}, temperature "
             f"{self.temperature:g}, {'visible' if self.allowed else 'hidden by the mask'}",
-            f"weight       {self.weight:.6g}    exp(logit - {self.lse:.6g}), rank {self.rank} of {self.visible}",
+            f"weight       {self.weight:.6g}    "
+            + (f"exp(logit - {self.lse:.6g})" if self.normalization == "Softmax()" else self.normalization)
+            + f", rank {self.rank} of {self.visible}",
             f"contribution {self.contribution:.6g}    weight x value length {self.value_length:.6g}"
             + ("" if self.share is None else f", {self.share:.4g} of the output"),
         ]
@@ -109,7 +113,10 @@ def weight_steps(captured: CapturedAttention, head: int, query: int, key: int) -
     logits = (logits / problem.temperature).masked_fill(~allowed, -torch.inf)
     sink = sink_logit(problem, at, logits)
     sink = None if sink is None else sink.reshape(-1)[:1].double()
-    weights, lse = softmax(logits[None], None if sink is None else sink[None])
+    if problem.softmax:
+        weights, lse = softmax(logits[None], None if sink is None else sink[None])
+    else:
+        weights, lse = problem.normalization.weights(logits[None, None, None], at)[0, 0], logits.logsumexp(-1)
     v = torch.where((allowed & (weights[0] > 0))[:, None], v, torch.nan_to_num(v))
     output = weights[0] @ v
     weight = float(captured.weights(heads=[head], rows=[query], columns=[key])[0, 0, 0])
@@ -128,7 +135,8 @@ def weight_steps(captured: CapturedAttention, head: int, query: int, key: int) -
         dimensions=len(pieces), score_name=type(score_fn).__name__, product=float(pieces.sum()), scale=scale,
         softcap=base.softcap if isinstance(base, Dot) else None, score=float(scores[j]),
         bias=None if biases is None else float(biases[j]), allowed=bool(allowed[j]), temperature=problem.temperature,
-        logit=float(logits[j]), lse=float(lse), sink=None if sink is None else float(sink),
+        logit=float(logits[j]), lse=float(lse),
+        normalization=repr(problem.normalization), sink=None if sink is None else float(sink),
         rank=int((logits > logits[j]).sum()) + 1, visible=int(allowed.sum()), weight=weight, factor=factor,
         value_length=length, contribution=abs(factor) * weight * length,
         share=float(weights[0, j] * (v[j] @ output)) / norm if norm else None,

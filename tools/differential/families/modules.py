@@ -179,7 +179,7 @@ def cross_attention(draw: Draw) -> Subject:
 
     def build() -> nn.Module:
         attend = about.make()
-        attend = rg.Attention(attend.score, None, None, 0, attend.temperature, attend.sink)
+        attend = attend.replace(mask=None, bias=None, offset=0)
         cross = attention(draw, size, attend, d_source=d_source)
         if kind == "attention":
             return cross
