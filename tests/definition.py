@@ -427,6 +427,8 @@ def dense(
         sink = read(sink) if isinstance(sink, Tensor) else torch.tensor(float(sink), dtype=query.dtype)
         sink = sink.reshape(-1, 1, 1)
     weights, lse = softmax(logits, sink)
+    if (normalization := description.get("normalization")) is not None:
+        weights = normalized(logits, normalization, read, at)
     keep = None if seed is None else dropout_factors(seed, description["dropout"], at).to(query.dtype)
     output = output_of(weights if keep is None else weights * keep, value, bias, read, at)
     return Dense(at, query, key, value, given, product, scores, added, seen, logits, sink, lse, weights, keep, output)
@@ -442,6 +444,35 @@ def softmax(logits: Tensor, sink: Tensor | None) -> tuple[Tensor, Tensor]:
     weights = torch.softmax(rows, -1).masked_fill(empty, 0.0)
     lse = torch.logsumexp(rows, -1).masked_fill(empty.squeeze(-1), -math.inf)
     return weights if sink is None else weights[..., 1:], lse
+
+
+def normalized(logits: Tensor, normalization: Any, read: Reader, at: Places) -> Tensor:
+    """Return the weights of a normalisation other than softmax: of entmax by sorting, for alpha 1.5 and 2."""
+    hidden, name = logits == -math.inf, kind(normalization)
+    if name == "Sigmoid":
+        bias = normalization.bias
+        bias = read(bias).reshape(-1, 1, 1) if isinstance(bias, Tensor) else bias
+        return 1 / (1 + torch.exp(-(logits + bias)))
+    if name == "ReLU":
+        return torch.where(logits > 0, logits, 0.0) ** normalization.power
+    if name == "Softmax" or not logits.shape[-1]:
+        return softmax(logits, None)[0]
+    alpha = normalization.alpha
+    x = logits.masked_fill(hidden, 0.0)
+    largest = logits.detach().amax(-1, keepdim=True)
+    x = ((alpha - 1) * (x - largest.masked_fill(largest == -math.inf, 0.0))).masked_fill(hidden, -2.0)  # never weighs
+    best = x.sort(-1, descending=True).values
+    count = torch.arange(1, x.shape[-1] + 1, dtype=x.dtype)
+    mean = best.cumsum(-1) / count
+    if alpha == 2:
+        thresholds = mean - 1 / count
+    else:
+        spread = best.square().cumsum(-1) - count * mean.square()
+        inside = (1 - spread) / count
+        thresholds = mean - torch.where(inside > 0, inside.clamp(min=1e-300).sqrt(), 0.0)
+    support = (thresholds <= best).sum(-1, keepdim=True)
+    threshold = thresholds.gather(-1, support - 1)
+    return torch.where(x > threshold, x - threshold, 0.0).pow(1 / (alpha - 1)).masked_fill(hidden, 0.0)
 
 
 def score_kind(score: Any) -> str:

@@ -133,9 +133,13 @@ def sizes(draw: st.DrawFn, longest: int = 40, widest: int = 9) -> tuple[int, ...
 
 @st.composite
 def calls(
-    draw: st.DrawFn, longest: int = 40, plain: bool = False, axes: st.SearchStrategy[tuple[int, ...]] | None = None
-) -> Call:
-    """Draw a call; `plain` draws neither score nor bias, `axes` replaces `sizes`."""
+    draw: st.DrawFn, longest: int = 40, plain: bool = False, axes: st.SearchStrategy[tuple[int, ...]] | None = None,
+    normalized: bool = False,
+) -> Call:  # fmt: skip
+    """Draw a call; `plain` draws neither score nor bias, `axes` replaces `sizes`.
+
+    normalized: draw a normalisation other than softmax, and no sink.
+    """
     B, G, repeats, Q, K, D, E = draw(sizes(longest) if axes is None else axes)
     H = G * repeats
     generator = torch.Generator().manual_seed(draw(st.integers(0, 2**31)))
@@ -188,6 +192,12 @@ def calls(
             return rg.alibi(H) + rg.dense_bias(table(Q, K)) + rg.relative(table(2 * R + 1, H))
         return None
 
+    def normalizations() -> Any:
+        kind = draw(st.integers(0, 5))
+        if kind < 2:
+            return rg.Sigmoid(table(H) if kind else -1.5)
+        return [rg.ReLU(), rg.ReLU(power=2), rg.Entmax(), rg.Entmax(alpha=2)][kind - 2]
+
     offset = draw(st.one_of(st.none(), st.integers(-5, K), one_a_row(B, st.integers(-5, K))))
     description = {
         "mask": draw(st.none() | masks(B, H, Q, K)),
@@ -196,7 +206,9 @@ def calls(
     }
     if not plain:
         description |= {"score": scores(), "bias": biases()}
-        if draw(st.booleans()):
+        if normalized:
+            description["normalization"] = normalizations()
+        elif draw(st.booleans()):
             description["sink"] = table(H) if draw(st.booleans()) else 0.5
     query, key = normal(B, H, Q, D) * stretch, normal(B, G, K, D) * stretch
     return Call(query, key, normal(B, G, K, E), description, learned)

@@ -5,6 +5,7 @@ A logit of -inf, where the mask is False, becomes a weight of 0.
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 from typing import Any
 
@@ -14,9 +15,6 @@ from torch import Tensor
 from regard.arguments import describe_value
 from regard.description import Description
 from regard.geometry import CallSlice, Indices, format_shape
-
-STEPS = 100  # limit of the search for a threshold
-
 
 class Normalization:
     """Base class of normalisations."""
@@ -41,7 +39,7 @@ class Normalization:
         """Raise if it does not fit H heads."""
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, repr=False)
 class Softmax(Normalization):
     """`exp(logit)`, divided by its sum over the keys and the sink: weights sum to 1 with the sink's. The default.
 
@@ -53,6 +51,9 @@ class Softmax(Normalization):
     def weights(self, logits: Tensor, at: Indices) -> Tensor:
         empty = (logits == float("-inf")).all(-1, keepdim=True)
         return torch.softmax(logits.masked_fill(empty, 0.0), -1).masked_fill(empty, 0.0)
+
+    def __repr__(self) -> str:
+        return "Softmax()"
 
 
 @dataclass(eq=False, repr=False)
@@ -105,7 +106,7 @@ class Sigmoid(Description, Normalization):
         return f"Sigmoid({format_shape(self.bias) if isinstance(self.bias, Tensor) else self.bias})"
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, repr=False)
 class ReLU(Normalization):
     """`max(logit, 0) ** power`: every weight by itself, 0 for logits up to 0, with no sum over the keys.
 
@@ -130,8 +131,11 @@ class ReLU(Normalization):
     def weights(self, logits: Tensor, at: Indices) -> Tensor:
         return _positive_power(logits, float(self.power))
 
+    def __repr__(self) -> str:
+        return f"ReLU(power={self.power})"
 
-@dataclass(frozen=True)
+
+@dataclass(frozen=True, repr=False)
 class Entmax(Normalization):
     """`max((alpha - 1) * logit - threshold, 0) ** (1 / (alpha - 1))`, with the threshold for which weights sum to 1.
 
@@ -161,6 +165,9 @@ class Entmax(Normalization):
         weights: Tensor = _EntmaxOnce.apply(logits, self)
         return weights
 
+    def __repr__(self) -> str:
+        return f"Entmax(alpha={self.alpha})"
+
     @property
     def _power(self) -> float:
         return 1 / (self.alpha - 1)
@@ -188,7 +195,7 @@ class Entmax(Normalization):
         high = torch.full_like(low, -(x.shape[-1] ** (1 - self.alpha)))  # and one of at least 1 / K
         threshold, close, bisects = low, 2 * torch.finfo(x.dtype).eps, self._power < 1
         unread = torch.compiler.is_compiling() or torch._C._functorch.peek_interpreter_stack() is not None
-        for _ in range(STEPS):
+        for _ in range(self._most_steps(x)):
             step = self._excess(x, threshold) if bisects else self._step(x, threshold)
             low, high = torch.where(step > 0, threshold, low), torch.where(step < 0, threshold, high)
             moved = (low + high) / 2
@@ -201,6 +208,15 @@ class Entmax(Normalization):
             if not unread and not bool(going.any()):  # a row with NaN does not go on
                 break
         return threshold
+
+    def _most_steps(self, x: Tensor) -> int:
+        """Return how many steps reach full precision from any start.
+
+        Slopes of the power-norm are between 1 and K, and a step of Newton's method on a convex function divides the
+        product of its value and slope by 4. Bisection halves the distance.
+        """
+        digits, keys = 1 - math.log2(torch.finfo(x.dtype).eps), math.log2(max(x.shape[-1], 2))
+        return 2 + math.ceil(digits + (self.alpha - 1) * keys if self._power < 1 else (digits + 2 * keys) / 2)
 
     def _excess(self, x: Tensor, threshold: Tensor) -> Tensor:
         """Return by how much the weights sum to more than 1; 0 for a row of only -inf."""

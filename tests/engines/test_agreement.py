@@ -11,6 +11,7 @@ from torch import Tensor
 
 import regard as rg
 from regard.engines.select import ENGINES
+from tests.definition import Reader, dense
 from tests.strategies import Call, calls
 
 FAST = [name for name in ENGINES if name not in ("reference", "flex", "triton")]  # triton has no float64
@@ -91,3 +92,23 @@ def test_gradients_equal_the_reference_in_float64(engine: str, call: Call) -> No
     lse = can(call, engine)
     assume(can(call, engine, lse))
     assert_close_gradients(everything(call, engine, lse)[2:], everything(call, "reference", lse)[2:])
+
+
+@pytest.mark.parametrize("engine", ["reference", "tiled"])
+@settings(max_examples=150)
+@given(call=calls(longest=24, normalized=True))
+def test_other_normalizations_equal_the_definition_in_float64(engine: str, call: Call) -> None:
+    read = Reader()
+    inputs = [read.leaf(t) for t in call.tensors()]
+    exact = dense(*inputs, call.description, read)
+    ours = everything(call, engine, lse=False)
+    scale = 1 + exact.output.detach().abs().max()
+    assert_close(ours[0] / scale, exact.output.detach() / scale, 1e-12)
+    generator = torch.Generator().manual_seed(0)
+    loss = (exact.output * torch.randn(exact.output.shape, generator=generator, dtype=torch.float64)).sum()
+    leaves = [*inputs, *map(read.leaf, call.learned)]
+    for mine, theirs in zip(ours[2:], torch.autograd.grad(loss, leaves, allow_unused=True), strict=True):
+        if theirs is not None:
+            mine = torch.zeros_like(theirs) if mine is None else mine
+            size = 1 + theirs.abs().max()
+            assert_close(mine.reshape(theirs.shape) / size, theirs / size, 1e-9)
