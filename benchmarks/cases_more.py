@@ -142,6 +142,16 @@ def learned_biases() -> Iterator[Case]:
     )  # fmt: skip
 
 
+def normalizations() -> Iterator[Case]:
+    for alpha in (1.5, 2.0):
+        theirs = peers.entmax(alpha)
+        yield Case(
+            f"entmax, alpha = {alpha:g}, {FORWARD}, N = 2,048", "entmax", lambda: qkv(1, 2, 2048, 64),
+            described(normalization=rg.Entmax(alpha)), define.entmax_attention(alpha), (theirs,),
+            (Target(theirs.name, 5.0),), linear_memory=True,
+        )  # fmt: skip
+
+
 def additive() -> Iterator[Case]:
     def inputs() -> Inputs:
         return qkv(1, 1, 1024, 64) | {"weight": normal(64, seed=4)}
@@ -268,6 +278,7 @@ MAKERS = (
     sparse,
     biases,
     learned_biases,
+    normalizations,
     additive,
     statistics,
     forward_mode,

@@ -53,6 +53,24 @@ def softmax_attention(
     return reference
 
 
+def entmax_attention(alpha: float) -> Reference:
+    """The threshold of each row by bisection, in float64."""
+
+    def reference(x: Inputs, rows: Tensor) -> Tensor:
+        q, k, v = x["q"][:, :, rows].double(), x["k"].double(), x["v"].double()
+        logits = (alpha - 1) * q @ k.mT / q.shape[-1] ** 0.5
+        low = logits.detach().amax(-1, keepdim=True) - 1
+        high = low + 1
+        for _ in range(60):
+            middle = (low + high) / 2
+            above = (logits.detach() - middle).clamp(min=0).pow(1 / (alpha - 1)).sum(-1, keepdim=True) > 1
+            low, high = torch.where(above, middle, low), torch.where(above, high, middle)
+        weights = (logits - low).clamp(min=0).pow(1 / (alpha - 1))
+        return (weights @ v).to(x["q"].dtype)
+
+    return reference
+
+
 def tangent(reference: Reference) -> Reference:
     """The tangent of another definition, for tangents `dq`, `dk`, `dv` of those inputs that have one."""
 

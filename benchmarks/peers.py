@@ -31,6 +31,7 @@ PERFORMER = "performer-pytorch"
 DELTA_RULE = "Transformers, Qwen3-Next in torch"
 MODULE = "nn.MultiheadAttention"
 XTRANSFORMERS = "x-transformers"
+ENTMAX = "entmax"
 
 
 def sdpa(*, causal: bool = False, dropout: float = 0.0, name: str = SDPA, reference: Reference | None = None) -> Peer:
@@ -194,6 +195,18 @@ def local_attention(window: int) -> Peer:
         return lambda: attend(x["q"], x["k"], x["v"])
 
     return Peer(LOCAL, build)
+
+
+def entmax(alpha: float) -> Peer:
+    """The mapping of the package entmax between two products."""
+
+    def build(x: Inputs, threads: int) -> Callable[[], Tensor]:
+        from entmax import entmax15, sparsemax
+
+        mapping = {1.5: entmax15, 2.0: sparsemax}[alpha]
+        return lambda: mapping(x["q"] @ x["k"].mT / x["q"].shape[-1] ** 0.5, dim=-1) @ x["v"]
+
+    return Peer(ENTMAX, build)
 
 
 def longformer(window: int) -> Peer:

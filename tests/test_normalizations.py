@@ -65,7 +65,7 @@ def plain_attention(kind: str, inputs: list[Tensor], mask: Tensor, bias: Tensor 
 
 
 def tensor_of(mask: rg.Mask | None, shape: tuple[int, ...]) -> Tensor:
-    B, H, Q, K = shape
+    _, H, Q, K = shape
     if mask is None:
         return torch.ones(shape, dtype=torch.bool)
     p, j = torch.arange(Q)[:, None] + K - Q, torch.arange(K)

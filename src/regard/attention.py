@@ -61,7 +61,7 @@ class Attention(Description):
     temperature: a positive number; for a learned temperature use the `scale` of the score.
     sink: a logit, shared or one per head.
     dropout: the fraction of weights to drop, in [0, 1); ignored after `.eval()`.
-    normalization: `Softmax()`, `Sigmoid(bias)`, `Entmax(alpha)` or `ReLU(power)`; all but softmax have neither a sink nor
+    normalization: `Softmax()`, `Sigmoid(bias)`, `Entmax(alpha)` or `ReLU(power)`; only softmax has a sink and
         a log-sum-exp.
 
     An `nn.Module`: its `nn.Parameter`s are parameters of every module that contains it, other tensors are buffers.

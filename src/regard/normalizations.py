@@ -16,6 +16,7 @@ from regard.arguments import describe_value
 from regard.description import Description
 from regard.geometry import CallSlice, Indices, format_shape
 
+
 class Normalization:
     """Base class of normalisations."""
 
@@ -58,7 +59,7 @@ class Softmax(Normalization):
 
 @dataclass(eq=False, repr=False)
 class Sigmoid(Description, Normalization):
-    """`1 / (1 + exp(-(logit + bias)))`: every weight by itself, between 0 and 1, with no sum over the keys.
+    """`1 / (1 + exp(-(logit + bias)))`: every key independently, between 0 and 1, with no sum over the keys.
 
     bias: a number, or a tensor of one or one per head that may require grad. Ramapuram et al. (2024, "Theory, analysis
     and best practices for sigmoid self-attention") use `-math.log(n)` for training sequences of n tokens, with which
@@ -108,12 +109,12 @@ class Sigmoid(Description, Normalization):
 
 @dataclass(frozen=True, repr=False)
 class ReLU(Normalization):
-    """`max(logit, 0) ** power`: every weight by itself, 0 for logits up to 0, with no sum over the keys.
+    """`max(logit, 0) ** power`: every key independently, 0 for logits up to 0, with no sum over the keys.
 
     power: at least 1. Wortsman et al. (2023, "Replacing softmax with ReLU in vision transformers") divide by the number
     of keys L. Nothing is divided here: weights that followed the number of keys of a call would change with padding,
-    and from step to step with a cache. For sequences of L tokens write `temperature=L ** (1 / power)`, which is the same:
-    a temperature T divides these weights by `T ** power`.
+    and from step to step with a cache. For sequences of L tokens write `temperature=L ** (1 / power)`, which is the
+    same: a temperature T divides these weights by `T ** power`.
 
     >>> import regard as rg, torch
     >>> attend = rg.Attention(rg.Dot(scale=1.0), normalization=rg.ReLU(power=2), temperature=4**0.5)
@@ -224,7 +225,7 @@ class Entmax(Normalization):
         return (total - 1).masked_fill(total == 0, 0.0)
 
     def _step(self, x: Tensor, threshold: Tensor) -> Tensor:
-        """Return Newton's step for `sum(max(x - threshold, 0) ** power) ** (1 / power) = 1`; 0 for a row of only -inf."""
+        """Return Newton's step for a power-norm of 1, and 0 for a row of only -inf."""
         above = x - threshold
         total = _positive_power(above, self._power).sum(-1, keepdim=True)
         slope = _positive_power(above, self._power - 1).sum(-1, keepdim=True)
@@ -258,6 +259,8 @@ def _positive_power(x: Tensor, power: float) -> Tensor:
     """Return `x ** power` where x is positive, 0 elsewhere, and NaN where x is NaN."""
     if power == 1 or power == 2:
         return x.relu() if power == 1 else x.relu().square()
+    if power == 0:
+        return torch.where(x > 0, 1.0, x.relu())
     hidden = x <= 0
     return x.masked_fill(hidden, 1.0).pow(power).masked_fill(hidden, 0.0)
 

@@ -27,6 +27,7 @@ from regard.positions.biases import Bias
 from regard.scores import Additive, Modified
 
 TILE_ELEMENTS = 1 << 21  # size limit of the largest intermediate of a tile
+BLOCK_ELEMENTS = 1 << 19  # of a block of whole rows, which is read several times
 
 
 def run(
@@ -68,7 +69,7 @@ def tile_size(problem: Problem) -> tuple[int, int]:
     lead = problem.frame.B * problem.frame.H * (problem.D if isinstance(score, Additive) else 1)
     rows, columns = 256, 512
     if not problem.softmax:  # blocks of whole rows
-        while rows * problem.frame.K * lead > TILE_ELEMENTS and rows > 1:
+        while rows * problem.frame.K * lead > BLOCK_ELEMENTS and rows > 1:
             rows //= 2
         return rows, columns
     while rows * columns * lead > TILE_ELEMENTS and rows * columns > 1024:

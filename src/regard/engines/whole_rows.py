@@ -37,7 +37,7 @@ def run(problem: Problem, query: Tensor, key: Tensor, value: Tensor, seed: Tenso
 
 
 def blocks(problem: Problem, pieces: TiledInputs) -> Iterator[tuple[TileRow, Tile | None]]:
-    """Iterate over blocks of rows, with their inputs up to the last key that they may attend to; None if there is none."""
+    """Iterate over blocks of rows with their inputs, from the first to the last visible key; None if there is none."""
     for row in tile_rows(problem):
         yield row, pieces.join(row) if row.columns else None
 
@@ -118,7 +118,7 @@ def gradients(
     problem: Problem, seed: Tensor | None, tensors: list[Tensor], wanted: list[bool], output: Tensor,
     grad_output: Tensor, motion: Motion | None = None,
 ) -> list[Tensor | None]:  # fmt: skip
-    """Return gradients of query, key, value and the description's tensors; with a `motion`, how these change along it."""
+    """Return gradients of query, key, value and the description's tensors; with a `motion`, their change along it."""
     query, key, value, *_ = tensors
     grads = [torch.zeros_like(t, dtype=problem.compute_dtype) for t in tensors]
     grad_output, moved = grad_output.to(problem.compute_dtype), [False] * len(tensors)

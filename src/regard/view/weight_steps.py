@@ -24,8 +24,8 @@ class WeightSteps:
         product        = sum of `terms` over the D dimensions       q · k for a dot product
         score          = score(q, k)                                product * scale, then softcap or a function, if any
         logit          = (score + bias) / temperature               -inf if the mask hides the key
-        weight         = exp(logit - lse)                           lse over all keys of the query, and the sink; or what
-                                                                    another `normalization` makes of the logits
+        weight         = exp(logit - lse)                           lse over all keys of the query, and the sink;
+                                                                    for a softmax, otherwise see `normalization`
         contribution   = |factor| * weight * value_length           the length of what is added to the output
         share          = the part of the output of the head that points in its direction; over all keys they sum to 1
 

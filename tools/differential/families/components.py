@@ -57,11 +57,12 @@ MASKS: dict[str, tuple[Callable[[], Any], bool, bool]] = {  # by name: the mask,
 
 
 def described(draw: Draw, heads: int, d_head: int, d_value: int, masks: Sequence[str] = tuple(MASKS)) -> Described:
-    """A description: mask, bias, score, sink, temperature; tables and sinks are parameters, or plain tensors."""
+    """A description: mask, bias, score, sink, temperature, normalization; its tensors are parameters or plain."""
     mask = draw.pick("mask", masks)
     bias = draw.pick("bias", ["none", "none", "alibi", "relative", "t5", "shaw", "alibi + relative"])
     score = draw.pick("score", ["dot", "dot", "scaled", "softcap", "cosine", "bilinear", "additive", "per head"])
-    sink = draw.pick("sink", ["none", "none", "number", "per head"])
+    normalization = draw.pick("normalization", [*["softmax"] * 5, "sigmoid", "sigmoid per head", "relu", "entmax"])
+    sink = draw.pick("sink", ["none", "none", "number", "per head"]) if normalization == "softmax" else "none"
     temperature = draw.pick("temperature", [1.0, 1.0, 0.7])
     learned = draw.pick("tables", ["tensors", "parameters"]) == "parameters"
     wrap = nn.Parameter if learned else (lambda tensor: tensor)
@@ -88,7 +89,14 @@ def described(draw: Draw, heads: int, d_head: int, d_value: int, masks: Sequence
             "additive": lambda: rg.Additive(table(d_head)), "per head": lambda: rg.Dot(table(heads)),
         }[score]()  # fmt: skip
         made_sink = {"none": lambda: None, "number": lambda: 0.3, "per head": lambda: table(heads)}[sink]()
-        return rg.Attention(made_score, MASKS[mask][0](), made_bias, temperature=temperature, sink=made_sink)
+        made_normalization = {
+            "softmax": rg.Softmax, "sigmoid": lambda: rg.Sigmoid(-2.0), "relu": rg.ReLU, "entmax": rg.Entmax,
+            "sigmoid per head": lambda: rg.Sigmoid(table(heads)),
+        }[normalization]()  # fmt: skip
+        return rg.Attention(
+            made_score, MASKS[mask][0](), made_bias, temperature=temperature, sink=made_sink,
+            normalization=made_normalization,
+        )  # fmt: skip
 
     return Described(make, MASKS[mask][1], MASKS[mask][2])
 
