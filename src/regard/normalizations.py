@@ -16,6 +16,8 @@ from regard.arguments import describe_value
 from regard.description import Description
 from regard.geometry import CallSlice, Indices, format_shape
 
+SEARCH_ELEMENTS = 1 << 17  # of rows whose thresholds are searched together: they stay in the cache
+
 
 class Normalization:
     """Base class of normalisations."""
@@ -184,7 +186,11 @@ class Entmax(Normalization):
         largest = x.detach().amax(-1, keepdim=True)
         x = x - largest.masked_fill(largest == float("-inf"), 0.0)
         with torch.no_grad():
-            return x, self._threshold(x.detach())
+            if _is_unread():
+                return x, self._threshold(x.detach())
+            rows = x.detach().flatten(0, -2).split(max(1, SEARCH_ELEMENTS // x.shape[-1]))
+            thresholds = [self._threshold(some) for some in rows]
+            return x, torch.cat(thresholds).reshape(*x.shape[:-1], 1)
 
     def _threshold(self, x: Tensor) -> Tensor:
         """Return the root of `sum(max(x - threshold, 0) ** power) = 1` for rows x whose largest entry is 0.
@@ -195,7 +201,7 @@ class Entmax(Normalization):
         low = x.new_full((*x.shape[:-1], 1), -1.0)  # the largest entry alone has a weight of 1
         high = torch.full_like(low, -(x.shape[-1] ** (1 - self.alpha)))  # and one of at least 1 / K
         threshold, close, bisects = low, 2 * torch.finfo(x.dtype).eps, self._power < 1
-        unread = torch.compiler.is_compiling() or torch._C._functorch.peek_interpreter_stack() is not None
+        unread = _is_unread()
         for _ in range(self._most_steps(x)):
             step = self._excess(x, threshold) if bisects else self._step(x, threshold)
             low, high = torch.where(step > 0, threshold, low), torch.where(step < 0, threshold, high)
@@ -226,9 +232,14 @@ class Entmax(Normalization):
 
     def _step(self, x: Tensor, threshold: Tensor) -> Tensor:
         """Return Newton's step for a power-norm of 1, and 0 for a row of only -inf."""
-        above = x - threshold
-        total = _positive_power(above, self._power).sum(-1, keepdim=True)
-        slope = _positive_power(above, self._power - 1).sum(-1, keepdim=True)
+        above = (x - threshold).relu()
+        if self._power == 1:
+            powers, slopes = above, above.sign()
+        elif self._power == 2:
+            powers, slopes = above.square(), above
+        else:
+            powers, slopes = _positive_power(above, self._power), _positive_power(above, self._power - 1)
+        total, slope = powers.sum(-1, keepdim=True), slopes.sum(-1, keepdim=True)
         empty = slope == 0
         total, slope = total.masked_fill(empty, 1.0), slope.masked_fill(empty, 1.0)
         return (total - total.pow(2 - self.alpha)) / slope
@@ -255,10 +266,17 @@ class _EntmaxOnce(torch.autograd.Function):
         return slope * (grad - mean), None
 
 
+def _is_unread() -> bool:
+    """Whether values cannot be read: in a graph, or within a torch.func transform."""
+    return torch.compiler.is_compiling() or torch._C._functorch.peek_interpreter_stack() is not None
+
+
 def _positive_power(x: Tensor, power: float) -> Tensor:
     """Return `x ** power` where x is positive, 0 elsewhere, and NaN where x is NaN."""
-    if power == 1 or power == 2:
-        return x.relu() if power == 1 else x.relu().square()
+    if power == 1:
+        return x.relu()
+    if power == 2:
+        return x.relu().square()
     if power == 0:
         return torch.where(x > 0, 1.0, x.relu())
     hidden = x <= 0

@@ -16,6 +16,7 @@ THEORY = [
     *(f"claim {n}" for n in range(1, 13)),
     *(f"example {n}" for n in range(1, 7)),
     "approximation",
+    "normalization",
     "stability",
 ]
 CHINESE = re.compile(r"[\u4e00-\u9fff]")

@@ -69,6 +69,7 @@ OPPOSITE: dict[str, tuple[Verdict, dict[str, Any]]] = {
     "saturation": (FALSE, {"scale": 1.0}),
     "temperature": (FALSE, {"attend": lambda temperature: torch.full((8,), 1 / 8)}),
     "overflow": (FALSE, {"softmax": lambda x: torch.softmax(x, -1)}),
+    "normalizations": (FALSE, {"kinds": dict.fromkeys(["softmax", "sigmoid", "sparsemax"], rg.Softmax())}),
     "simplex": (FALSE, {"weights": lambda q, k: q @ k.mT}),
     "hull": (FALSE, {"attend": lambda q, k, v: 3 * rg.attention(q, k, v)}),
     "equivariance": (FALSE, {"attend": causal}),

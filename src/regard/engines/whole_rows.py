@@ -30,7 +30,7 @@ def run(problem: Problem, query: Tensor, key: Tensor, value: Tensor, seed: Tenso
     if problem.closes_over_trainable():
         return attend_by_rows(problem, *inputs, seed, save=problem.grad and not problem.tangent), None
     if not problem.grad and not running:  # tangents pass through torch's operators
-        return attend_by_rows(problem, *inputs, seed), None
+        return attend_by_rows(problem, *inputs, seed, once=not problem.tangent), None
     random_state = RandomState(query.device) if problem.custom else None
     (output,) = apply(RowsOperator(problem, seed, random_state), *inputs, *problem.tensors)
     return output, None
@@ -54,9 +54,10 @@ def block_weights(problem: Problem, tile: Tile, once: bool = False) -> tuple[Ten
 
 
 def attend_by_rows(
-    problem: Problem, query: Tensor, key: Tensor, value: Tensor, seed: Tensor | None, save: bool = False
-) -> Tensor:
-    """Return the output; with `save`, every block is a checkpoint for autograd."""
+    problem: Problem, query: Tensor, key: Tensor, value: Tensor, seed: Tensor | None, save: bool = False,
+    once: bool = False,
+) -> Tensor:  # fmt: skip
+    """Return the output; with `save`, every block is a checkpoint for autograd. `once`: as in `block_weights`."""
     query, key, value = (t.to(problem.compute_dtype) for t in (query, key, value))
     if own := problem.tensors:
         own = tuple(t.to(torch.promote_types(t.dtype, problem.compute_dtype)) for t in own)
@@ -72,7 +73,7 @@ def attend_by_rows(
                 _attend_block, problem, tile, seed, use_reentrant=False, preserve_rng_state=problem.custom
             ))  # fmt: skip
         else:
-            rows.append(_attend_block(problem, tile, seed))
+            rows.append(_attend_block(problem, tile, seed, once))
     return tiled.join_rows(problem, pieces, rows).to(problem.dtype)
 
 
@@ -92,6 +93,10 @@ class RowsOperator(tiled.TiledOperator):
 
     outputs = 1
 
+    def compute(self, tensors: Tensors) -> tuple[Tensor]:  # type: ignore[override]
+        query, key, value, *_ = tensors
+        return (attend_by_rows(self._problem_with(tensors), query, key, value, self.seed, once=True),)
+
     def _gradients(
         self, tensors: Tensors, results: Tensors, grads: Tensors, wanted: Sequence[bool], motion: Motion | None
     ) -> Tensors:
@@ -107,7 +112,7 @@ class RowsOperator(tiled.TiledOperator):
     def curvature(
         self, tensors: Tensors, tangents: Tensors, results: Tensors, grads: Tensors, wanted: Sequence[bool]
     ) -> Tensors:
-        return self._gradients(tensors, results[:1], grads, wanted, Motion(tangents, *results[:1], results[0]))
+        return self._gradients(tensors, results[:1], grads, wanted, Motion(tangents, results[0], results[0]))
 
     def _attend(self, tensors: Tensors, save: bool) -> tuple[Tensor]:  # type: ignore[override]
         query, key, value, *_ = tensors

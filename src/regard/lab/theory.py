@@ -35,9 +35,10 @@ ITEMS: dict[str, Text] = {
     "example 5": Text("Weights that are not normalised.", "未归一化的权重。"),
     "example 6": Text("Keys and values from the projected query.", "由投影后的查询计算键与值。"),
     "approximation": Text("The error of linear and window attention.", "线性注意力与窗口注意力的误差。"),
+    "normalization": Text("What replaces the softmax.", "softmax 的替代。"),
     "stability": Text("Where the naive softmax overflows.", "朴素 softmax 在何处溢出。"),
 }
-"""Mechanism, claims and worked examples in the order of the theory, and two questions about accuracy."""
+"""Mechanism, claims and worked examples in the order of the theory, and questions about normalisation and accuracy."""
 
 THEMES: dict[str, Text] = {
     "mechanism": Text("The mechanism", "机制"),

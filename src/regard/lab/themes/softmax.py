@@ -122,6 +122,57 @@ def draw_temperature(figure: Any, findings: Findings, tr: PickLabel) -> None:
     right.set(xlabel=tr("temperature T", "温度 T"), ylabel=tr("entropy of the weights", "权重的熵"))
 
 
+def normalizations(kinds=None, lengths=(16, 64, 256, 1024, 4096), rows=200, seed=0):
+    import math
+
+    import torch
+
+    import regard as rg
+
+    torch.manual_seed(seed)
+    kinds = kinds or {"softmax": rg.Softmax(), "sigmoid": rg.Sigmoid(-math.log(lengths[0])), "sparsemax": rg.Entmax(2)}
+    findings = {"lengths": list(lengths)}
+    for name, kind in kinds.items():
+        attend = rg.Attention(rg.Dot(scale=1.0), normalization=kind)
+        own, zeros, entropy, slope = [], [], [], []
+        for length in lengths:
+            logits = torch.randn(rows, length, 1).double()  # of keys that do not match the query
+            logits[:, 0] = 3.0  # and of one that does
+            logits.requires_grad_()
+            one = torch.ones(rows, 1, 1, 1).double()
+            weights = attend.weights(one, logits[:, None])[:, 0, 0]  # (rows, length)
+            gradient = torch.autograd.grad(weights[:, 0].sum(), logits)[0]
+            shares = weights / weights.sum(-1, keepdim=True)
+            own.append(weights[:, 0].mean().item())
+            zeros.append((weights == 0).double().mean().item())
+            entropy.append(torch.special.entr(shares).sum(-1).mean().item())
+            slope.append(gradient[:, 0].abs().mean().item())
+        findings |= {f"own {name}": own, f"zeros {name}": zeros, f"entropy {name}": entropy, f"slope {name}": slope}
+        findings |= {f"kept_{name}": own[-1] / own[0], f"zeros_{name}": zeros[-1], f"slope_{name}": slope[-1],
+                     f"entropy_{name}": entropy[-1]}  # fmt: skip
+    return findings
+
+
+def judge_normalizations(findings: Findings) -> Verdict:
+    constant = abs(findings["kept_sigmoid"] - 1) < 1e-9
+    fades = findings["kept_softmax"] < 0.1
+    sparse = findings["zeros_sparsemax"] > 0.9 and findings["zeros_softmax"] == findings["zeros_sigmoid"] == 0
+    sharp = findings["entropy_sparsemax"] < findings["entropy_softmax"] / 2
+    return grade(constant and fades and sparse and sharp)
+
+
+def draw_normalizations(figure: Any, findings: Findings, tr: PickLabel) -> None:
+    left, middle, right = figure.subplots(1, 3)
+    for name in ("softmax", "sigmoid", "sparsemax"):
+        left.loglog(findings["lengths"], findings[f"own {name}"], "o-", label=name)
+        middle.semilogx(findings["lengths"], findings[f"entropy {name}"], "o-")
+        right.loglog(findings["lengths"], findings[f"slope {name}"], "o-")
+    left.set(xlabel=tr("keys n", "键的个数 n"), ylabel=tr("weight of the matching key", "匹配键的权重"))
+    middle.set(xlabel=tr("keys n", "键的个数 n"), ylabel=tr("entropy", "熵"))
+    right.set(xlabel=tr("keys n", "键的个数 n"), ylabel=tr("gradient of this weight", "该权重的梯度"))
+    left.legend()
+
+
 def overflow(softmax=None, seed=0):
     import torch
 
@@ -250,6 +301,32 @@ CLAIMS = (
         ),
         draw_temperature,
         Text("The weights of eight keys at five temperatures, and their entropy; the dashed line is the entropy of the uniform distribution.", "八个键在五种温度下的权重，以及熵随温度的变化；虚线为均匀分布的熵。"),
+    ),
+    Claim(
+        "normalizations", "softmax", ("normalization",),
+        Text("Sigmoid does not dilute, sparsemax drops keys", "sigmoid 不稀释，sparsemax 舍弃键"),
+        Text(
+            "The softmax spreads weight over all keys, so that the weight of one matching key fades as others are added. A "
+            "sigmoid gives it the same weight at any length, and sparsemax gives most others a weight of exactly 0.",
+            "softmax 把权重分给所有键，因此加入其他键后，某个匹配键的权重会变小。sigmoid 在任何长度下都给它相同的权重；sparsemax 使其余大多数键的权重恰好为 0。",
+        ),
+        r"\frac{e^{x_i}}{\sum_j e^{x_j}},\quad \frac{1}{1+e^{-x_i-b}},\quad \max(x_i-\tau,0)",
+        normalizations,
+        judge_normalizations,
+        Text(
+            "From the fewest to the most keys, the weight of a key with logit 3 among normal ones falls to {kept_softmax:.2g} of "
+            "itself under softmax and to {kept_sparsemax:.2g} under sparsemax, and stays the same under sigmoid. At the most "
+            "keys sparsemax gives {zeros_sparsemax:.1%} of them no weight; the entropy is {entropy_softmax:.1f} under softmax, "
+            "{entropy_sigmoid:.1f} under sigmoid (weights divided by their sum) and {entropy_sparsemax:.1f} under sparsemax. "
+            "The gradient of the weight by its logit is {slope_softmax:.2g}, {slope_sigmoid:.2g} and {slope_sparsemax:.2g}.",
+            "其余键的 logit 服从标准正态分布。键从最少到最多时，logit 为 3 的键的权重在 softmax 下降到原来的 {kept_softmax:.2g}，在 sparsemax 下为 "
+            "{kept_sparsemax:.2g}，在 sigmoid 下不变。键最多时，sparsemax 使 {zeros_sparsemax:.1%} 的键没有权重；熵在 softmax 下为 "
+            "{entropy_softmax:.1f}，在 sigmoid 下为 {entropy_sigmoid:.1f}（权重除以总和），在 sparsemax 下为 {entropy_sparsemax:.1f}。该权重对其 "
+            "logit 的梯度依次为 {slope_softmax:.2g}、{slope_sigmoid:.2g} 和 {slope_sparsemax:.2g}。",
+        ),
+        draw_normalizations,
+        Text("The weight of the matching key, the entropy of the weights, and the gradient of that weight by its logit, against the number of keys.", "匹配键的权重、权重的熵，以及该权重对其 logit 的梯度，随键的个数的变化。"),
+        {"lengths": (16, 128, 1024), "rows": 50},
     ),
     Claim(
         "overflow", "softmax", ("claim 12", "stability"),
