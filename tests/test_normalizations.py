@@ -12,6 +12,8 @@ import torch
 from torch import Tensor, nn
 
 import regard as rg
+from regard.distributed.sharded_attention import sharded_attention
+from regard.view.weight_steps import weight_steps
 from tests.engines.calls import INF, NAN, normal, tensors
 
 ENGINES = ("reference", "tiled")
@@ -271,6 +273,14 @@ REFUSED = {
     "power below 1": (lambda: rg.ReLU(0.5), ValueError, "at least 1"),
     "power True": (lambda: rg.ReLU(True), TypeError, "number"),
     "sdpa": (lambda: rg.attention(X, X, X, normalization=rg.ReLU(), engine="sdpa"), rg.CannotCompute, "softmax"),
+    "native": (lambda: rg.attention(X, X, X, normalization=rg.ReLU(), engine="native"), rg.CannotCompute, "softmax"),
+    "triton": (lambda: rg.attention(X, X, X, normalization=rg.ReLU(), engine="triton"), rg.CannotCompute, "softmax"),
+    "a shared sequence": (
+        lambda: sharded_attention(
+            None, rg.Attention(normalization=rg.ReLU()), X, X, X, layout="contiguous", method=None, engine=None,
+            return_lse=False,
+        ), NotImplementedError, "only a softmax has",
+    ),
     "flex": (lambda: rg.attention(X, X, X, normalization=rg.ReLU(), engine="flex"), rg.CannotCompute, "softmax"),
 }  # fmt: skip
 
@@ -310,3 +320,22 @@ def test_thresholds_are_found_for_rows_on_which_the_search_is_slow(alpha: float)
         torch.testing.assert_close(weights.sum(-1), torch.ones(len(rows), dtype=dtype), rtol=allowed, atol=allowed)
         one = rg.Entmax(alpha).weights(torch.tensor([[1e4, -INF, 0.0]], dtype=dtype), None)
         assert one.tolist() == [[1.0, 0.0, 0.0]]
+
+
+@pytest.mark.parametrize("kind", ["sigmoid", "relu", "sparsemax"])
+def test_the_viewer_captures_and_explains_the_weights(kind: str) -> None:
+    torch.manual_seed(0)
+    layer = rg.nn.MultiHeadAttention(8, 2, attend=rg.Attention(mask=rg.causal(), normalization=KINDS[kind]()))
+    with rg.view.capture(layer) as record:
+        layer(torch.randn(1, 6, 8))
+    captured = record.attentions[0]
+    weights = captured.weights()  # (heads, Q, K)
+    logits = torch.full((6,), -INF, dtype=torch.float64)
+    for key in range(4):
+        steps = weight_steps(captured, 1, 3, key)
+        logits[key] = steps.logit
+        assert steps.weight == pytest.approx(float(weights[1, 3, key]), abs=1e-6)
+        assert steps.normalization == repr(layer.attend.normalization)
+        assert steps.normalization in str(steps)
+    expected = plain_weights(kind, logits[:4])
+    torch.testing.assert_close(weights[1, 3, :4].double(), expected, rtol=1e-4, atol=1e-6)
