@@ -276,12 +276,12 @@ template <class T, class Score> struct Backward {
       // Rows that share an operand are side by side at the place of the first.
       constexpr int step = terms<A> * score_stride;
       const A* weights = (const A*)w.scores + r0 * score_stride + c;
-      multiply<T, 1, step, Into::add>(m, Ep / NR<T>, depth, weights, w.rows.grad_rows(i0 + r0), w.rows.pitch * NR<T>,
-                                      d_values + c * Ep, Ep);
+      multiply_wanted<T, 1, step, Into::add>(m, panels_of_columns<T>(p.E), depth, weights, w.rows.grad_rows(i0 + r0),
+                                             w.rows.pitch * NR<T>, d_values + c * Ep, Ep);
       const A* grads = (const A*)w.grads + r0 * score_stride + c;
       if constexpr (Score::is_product)
-        multiply<T, 1, step, Into::add>(m, Dp / NR<T>, depth, grads, w.rows.query_rows(i0 + r0), w.rows.pitch * NR<T>,
-                                        d_keys + c * Dp, Dp);
+        multiply_wanted<T, 1, step, Into::add>(m, panels_of_columns<T>(p.D), depth, grads, w.rows.query_rows(i0 + r0),
+                                               w.rows.pitch * NR<T>, d_keys + c * Dp, Dp);
     }
     for (int s = 0; s < strips; ++s) {
       w.prefetcher.prefetch_next();
@@ -293,7 +293,8 @@ template <class T, class Score> struct Backward {
       constexpr int row = score_stride / terms<A>;
       const A* grads = (terms<A> > 1 ? w.grad_pairs : (const A*)w.grads) + s * MR * row + lo;
       if constexpr (Score::is_product)
-        multiply<T, row, 1, Into::add>(m, Dp / NR<T>, keys, grads, key_rows, key_pitch * NR<T>, d_queries, Dp);
+        multiply_wanted<T, row, 1, Into::add>(m, panels_of_columns<T>(p.D), keys, grads, key_rows, key_pitch * NR<T>,
+                                              d_queries, Dp);
       else
         score.add_gradients(m, keys, {w.rows.query_rows(i0 + s * MR), w.rows.pitch * NR<T>},
                             {key_rows, key_pitch * NR<T>}, grads, score_stride, d_queries, d_keys + lo * Dp, w.sums);

@@ -61,9 +61,13 @@ template <class T, class Score> struct Forward : Strips<T, Forward<T, Score>, Sc
       for (int r = 0; r < m; ++r) round_to_pairs(w.scores + r * chunk, lo, hi);
     const auto v = w.keys.values_at(j0 + first * terms<Operand>, w.v);
     const Operand* weights = (const Operand*)w.scores + first;
-    if (workspace.fresh[s])
-      multiply<T, chunk, 1, Into::overwrite>(m, Ep / NR<T>, count, weights, v.first, v.panel, out, Ep, alpha, v.row);
-    else multiply<T, chunk, 1, Into::rescale>(m, Ep / NR<T>, count, weights, v.first, v.panel, out, Ep, alpha, v.row);
+    const Panels panels = panels_of_columns<T>(p.E);
+    const auto add_values = [&](auto into) __attribute__((always_inline)) {
+      multiply_wanted<T, chunk, 1, decltype(into)::value>(m, panels, count, weights, v.first, v.panel, out, Ep, 0,
+                                                          alpha, v.row);
+    };
+    if (workspace.fresh[s]) add_values(Use<Into::overwrite>{});
+    else add_values(Use<Into::rescale>{});
     workspace.fresh[s] = 0;
     return true;
   }

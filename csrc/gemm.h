@@ -13,6 +13,9 @@ constexpr int MR = vector_registers == 32 ? 12 : 6;
 
 // What happens to the numbers that C already holds.
 enum class Into { overwrite, scale, add, rescale };
+template <Into into> struct Use {
+  static constexpr Into value = into;
+};
 
 // The result of a row of the block: C[r][...] = (0 | C | alpha[r] * C) + sum, or alpha[0] * sum; W vectors of it.
 template <class T, int W, Into into>
@@ -121,6 +124,12 @@ struct Panels {
   bool late, early;
 };
 
+// Those of a matrix with this many columns.
+template <class T> REGARD_INLINE Panels panels_of_columns(int64_t columns) {
+  const int64_t rest = columns % NR<T>;
+  return {(columns + NR<T> - 1) / NR<T>, false, rest > 0 && rest <= lanes<T>};
+}
+
 // A half of one panel; the other half of C, which lies `other` numbers from it, becomes zero, so that no NaN of an
 // earlier use spreads from it before it is overwritten.
 template <class T, int M, int ARow, int AStep, Into into, class A>
@@ -130,10 +139,11 @@ __attribute__((noinline)) void multiply_half(int64_t depth, const A* a, const A*
   for (int r = 0; r < M; ++r) store(c + r * c_row + other, Vec<T>{});
 }
 
-// The same for packed panels of which some halves may be left out.
+// The same for panels of which some halves may be left out; halves are those of packed panels.
 template <class T, int ARow, int AStep, Into into = Into::overwrite, class A>
 REGARD_INLINE void multiply_wanted(int rows, Panels panels, int64_t depth, const A* a, const A* b, int64_t b_panel,
-                                   T* c, int64_t c_row, int64_t a_row = 0, const T* alpha = nullptr) {
+                                   T* c, int64_t c_row, int64_t a_row = 0, const T* alpha = nullptr,
+                                   int64_t b_row = NR<T>) {
   with_rows(rows, [&](auto m) __attribute__((always_inline)) {
     constexpr int M = decltype(m)::value, L = lanes<T>;
     if (panels.late) {
@@ -141,7 +151,7 @@ REGARD_INLINE void multiply_wanted(int rows, Panels panels, int64_t depth, const
       --panels.count, b += b_panel, c += NR<T>;
     }
     panels.count -= panels.early;
-    multiply_rows<T, M, ARow, AStep, into>(panels.count, depth, a, b, b_panel, c, c_row, alpha, NR<T>, a_row);
+    multiply_rows<T, M, ARow, AStep, into>(panels.count, depth, a, b, b_panel, c, c_row, alpha, b_row, a_row);
     if (panels.early)
       multiply_half<T, M, ARow, AStep, into>(depth, a, b + panels.count * b_panel, c + panels.count * NR<T>, c_row, L,
                                              alpha, a_row);

@@ -34,6 +34,11 @@ REGARD_INLINE VecF load_as(const int8* p) {
   return __builtin_convertvector(__builtin_convertvector(x, IntVec<float>), VecF);
 #endif
 }
+#if defined(__AVX512F__) && !defined(REGARD_SANITIZE)
+REGARD_INLINE VecF load_first(const int8* p, int64_t n) {
+  return _mm512_cvtepi32_ps(_mm512_cvtepi8_epi32(_mm_maskz_loadu_epi8(__mmask16(first_lanes(n)), p)));
+}
+#endif
 REGARD_INLINE float get(const int8* p) { return float(p->bits); }
 
 // How many terms of a sum an operand holds, and how many operands `n` terms take.

@@ -143,6 +143,10 @@ template <class T> __attribute__((noinline)) bool pack_transposed(const Matrix& 
     constexpr bool scaled = sizeof(S) == 1;
     const auto squares = [&](auto whole, int64_t from, int64_t to) __attribute__((always_inline)) {
       for (int half = 0; half < NR<T>; half += L) {
+        if (!decltype(whole)::value && row + half >= x.rows) {
+          for (int64_t c = from; c < to; ++c) store(out + c * NR<T> + half, Vec<T>{});
+          continue;
+        }
         const S* rows[L];
         T scale[L];
         REGARD_UNROLL

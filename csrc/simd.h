@@ -303,18 +303,59 @@ REGARD_INLINE void put(float* p, float x) { *p = x; }
 REGARD_INLINE void put(double* p, double x) { *p = x; }
 template <class S> REGARD_INLINE void put(S* p, float x) { p->bits = narrow(S{}, broadcast(x))[0]; }
 
-// The first n lanes of a row with any element stride; the others are zero.
-template <class S> REGARD_INLINE Vec<Computed<S>> load_some(const S* p, int64_t stride, int64_t n) {
+// The first n lanes of a row, n < lanes, and zeros; and only these stored. What lies past the end is not touched.
+template <class S> REGARD_INLINE Vec<Computed<S>> load_first(const S* p, int64_t stride, int64_t n) {
   using T = Computed<S>;
-  if (stride == 1 && n >= lanes<T>) return load_as(p);
   alignas(vector_bytes) T x[lanes<T>] = {};
   for (int64_t i = 0; i < least<int64_t>(n, lanes<T>); ++i) x[i] = get(p + i * stride);
   return load(x);
 }
-template <class S> REGARD_INLINE void store_some(S* p, int64_t stride, int64_t n, Vec<Computed<S>> x) {
+template <class S> REGARD_INLINE void store_first(S* p, int64_t stride, int64_t n, Vec<Computed<S>> x) {
   using T = Computed<S>;
-  if (stride == 1 && n >= lanes<T>) return store_as(p, x);
   for (int64_t i = 0; i < least<int64_t>(n, lanes<T>); ++i) put(p + i * stride, T(x[i]));
+}
+// With masks where the CPU has them: a loop over lanes is slow. Sanitizers do not check masked accesses.
+#if defined(__AVX512F__) && !defined(REGARD_SANITIZE)
+REGARD_INLINE uint32_t first_lanes(int64_t n) { return (uint32_t(1) << greatest<int64_t>(0, n)) - 1; }
+REGARD_INLINE VecF load_first(const float* p, int64_t n) { return _mm512_maskz_loadu_ps(__mmask16(first_lanes(n)), p); }
+REGARD_INLINE VecD load_first(const double* p, int64_t n) { return _mm512_maskz_loadu_pd(__mmask8(first_lanes(n)), p); }
+REGARD_INLINE void store_first(float* p, int64_t n, VecF x) { _mm512_mask_storeu_ps(p, __mmask16(first_lanes(n)), x); }
+REGARD_INLINE void store_first(double* p, int64_t n, VecD x) { _mm512_mask_storeu_pd(p, __mmask8(first_lanes(n)), x); }
+template <class S> REGARD_INLINE VecF load_first_halves(const S* p, int64_t n) {
+  return widen(S{}, bits_as<SimdOf<float>::Half>(_mm256_maskz_loadu_epi16(__mmask16(first_lanes(n)), p)));
+}
+template <class S> REGARD_INLINE void store_first_halves(S* p, int64_t n, VecF x) {
+  _mm256_mask_storeu_epi16(p, __mmask16(first_lanes(n)), bits_as<__m256i>(narrow(S{}, x)));
+}
+REGARD_INLINE VecF load_first(const bfloat16* p, int64_t n) { return load_first_halves(p, n); }
+REGARD_INLINE VecF load_first(const float16* p, int64_t n) { return load_first_halves(p, n); }
+REGARD_INLINE void store_first(bfloat16* p, int64_t n, VecF x) { store_first_halves(p, n, x); }
+REGARD_INLINE void store_first(float16* p, int64_t n, VecF x) { store_first_halves(p, n, x); }
+#elif defined(__AVX2__) && !defined(REGARD_SANITIZE)
+REGARD_INLINE __m256i first_lanes(int64_t n) {
+  return bits_as<__m256i>(lane_numbers<IntVec<float>>() < int32_t(least<int64_t>(n, lanes<float>)));
+}
+REGARD_INLINE __m256i first_wide_lanes(int64_t n) { return bits_as<__m256i>(lane_numbers<IntVec<double>>() < n); }
+REGARD_INLINE VecF load_first(const float* p, int64_t n) { return _mm256_maskload_ps(p, first_lanes(n)); }
+REGARD_INLINE VecD load_first(const double* p, int64_t n) { return _mm256_maskload_pd(p, first_wide_lanes(n)); }
+REGARD_INLINE void store_first(float* p, int64_t n, VecF x) { _mm256_maskstore_ps(p, first_lanes(n), x); }
+REGARD_INLINE void store_first(double* p, int64_t n, VecD x) { _mm256_maskstore_pd(p, first_wide_lanes(n), x); }
+template <class S> REGARD_INLINE Vec<Computed<S>> load_first(const S* p, int64_t n) { return load_first(p, 1, n); }
+template <class S> REGARD_INLINE void store_first(S* p, int64_t n, Vec<Computed<S>> x) { store_first(p, 1, n, x); }
+#else
+template <class S> REGARD_INLINE Vec<Computed<S>> load_first(const S* p, int64_t n) { return load_first(p, 1, n); }
+template <class S> REGARD_INLINE void store_first(S* p, int64_t n, Vec<Computed<S>> x) { store_first(p, 1, n, x); }
+#endif
+
+// The first n lanes of a row with any element stride; the others are zero.
+template <class S> REGARD_INLINE Vec<Computed<S>> load_some(const S* p, int64_t stride, int64_t n) {
+  if (stride != 1) return load_first(p, stride, n);
+  return n >= lanes<Computed<S>> ? load_as(p) : load_first(p, n);
+}
+template <class S> REGARD_INLINE void store_some(S* p, int64_t stride, int64_t n, Vec<Computed<S>> x) {
+  if (stride != 1) store_first(p, stride, n, x);
+  else if (n >= lanes<Computed<S>>) store_as(p, x);
+  else store_first(p, n, x);
 }
 
 // All ones in the lanes that hold NaN or an infinity.
