@@ -177,6 +177,10 @@ class Attention(Description):
         """
         if unknown:
             arguments.reject_keywords("Attention.forward", unknown)
+        if not torch.compiler.is_compiling() and engine is None and not _is_watched():
+            result = self.__dict__["_plans"].repeat_last(query, key, value, self.mask, return_lse)
+            if result is not None:
+                return result if return_lse else result[0]
         if isinstance(key, QuantizedTensor) or isinstance(value, QuantizedTensor):
             return self._forward_quantized(query, key, value, engine, return_lse)
         if torch._C._is_any_autocast_enabled() and autocast_enabled(query):
@@ -254,7 +258,7 @@ class Attention(Description):
             arguments.check_unmapped(self.offset)
             offset = tuple(self.offset.flatten().tolist())
         plans: Plans = self.__dict__["_plans"]
-        return plans.find(
+        problem, chosen = plans.find(
             (query, key, value),
             self.tensors() if self.__dict__["_holds_tensors"] else (),
             None if self.mask is None else self.mask.snapshot(),
@@ -263,6 +267,9 @@ class Attention(Description):
             lambda: self.problem(query, key, value, return_lse=return_lse),
             owner=self,
         )
+        if engine is None and offset is None and not self.dropout and chosen is native.ENGINE:
+            plans.last = native.find_packed_call(problem, query, key, value)
+        return problem, chosen
 
     def notify_observers(self, query: Tensor, key: Tensor, value: Tensor) -> None:
         """Call the observers. `forward` does this; only code that computes attention another way needs to call it."""
@@ -473,3 +480,8 @@ class Attention(Description):
 
 
 Attention.__init__ = arguments.explain_torch_keywords("Attention")(Attention.__init__)  # type: ignore[method-assign]
+
+
+def _is_watched() -> bool:
+    """Whether something has to see or to change every call: observers, an intervention, a sharded sequence."""
+    return bool(OBSERVERS.get()) or INTERVENTION.get() is not None or current_sharding() is not None

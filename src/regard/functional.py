@@ -49,7 +49,6 @@ def attention(
 def attention(
     query: Tensor, key: Keys, value: Keys, *, return_lse: bool, **options: Unpack[AttentionOptions]
 ) -> Any: ...
-@arguments.explain_torch_keywords("attention")
 def attention(
     query: Tensor,
     key: Keys,
@@ -65,6 +64,7 @@ def attention(
     normalization: Normalization = DEFAULT_NORMALIZATION,
     engine: str | None = None,
     return_lse: bool = False,
+    **unknown: Any,
 ) -> Any:
     """`softmax(q kᵀ / sqrt(D)) v`, or any other attention: the same as `Attention(...)(query, key, value)`.
 
@@ -73,6 +73,8 @@ def attention(
     >>> rg.attention(q, k, v, mask=rg.causal() & rg.window(9, 0), bias=rg.alibi(heads=8)).shape
     torch.Size([1, 8, 100, 64])
     """
+    if unknown:
+        arguments.reject_keywords("attention", unknown)
     plain = score is DEFAULT_SCORE and bias is None and (sink is None or type(sink) in (int, float))
     plain = plain and (offset is None or type(offset) is int) and normalization is DEFAULT_NORMALIZATION
     if plain and (mask is None or isinstance(mask, Mask)) and not torch.compiler.is_compiling():

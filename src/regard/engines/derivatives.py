@@ -243,6 +243,14 @@ def _save_context(
         ctx.mark_non_differentiable(*results[operator.outputs :])
 
 
+_apply_call: Any = super(torch.autograd.Function, _Call).apply  # without a search for the wrappers of torch.func
+
+
+def apply_plain(operator: Operator, *tensors: Tensor) -> tuple[Tensor, ...]:
+    """Compute the results with a graph: `apply` for tensors known to be plain, one of which requires grad."""
+    return _apply_call(operator, None, *tensors)
+
+
 class _Transformed(_Call):
     """An operator in autograd within torch.func."""
 

@@ -3,25 +3,24 @@
 from __future__ import annotations
 
 import operator
-import weakref
 from collections.abc import Sequence
 from dataclasses import replace
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor
 
-from regard.cache import CACHE
 from regard.engines import lowering, reference
 from regard.engines.derivatives import apply, outside_transforms
 from regard.engines.dropout import draw_seed
 from regard.engines.lowering import LoweredConstants, LoweredTensors, add_shaw_values, in_float32, lower
 from regard.engines.mask_layout import layout_tensors, mask_layout
-from regard.engines.native.attention import Quantized, backward, empty_output, forward, forward_output, pack_problem
-from regard.engines.native.binding import ABSENT, ADDRESS, PROBLEM, RESULT, TENSOR, call, tensor_fields, why_missing
+from regard.engines.native.attention import Quantized, backward, forward, forward_output
+from regard.engines.native.binding import why_missing
 from regard.engines.native.jvp import NativeOperator
+from regard.engines.native.packed_call import PackedCall
 from regard.engines.problem import Engine, Problem
-from regard.engines.tensor_memory import SMALLEST_ADDRESS, NoMemory, data_address, is_direct, materialize
+from regard.engines.tensor_memory import NoMemory, is_direct, materialize
 from regard.positions.biases import Shaw
 from regard.scores import Additive, Dot
 
@@ -50,11 +49,10 @@ def run(
         return _run_operator(problem, query, key, value, seed)
     try:
         if problem.memo and seed is None:  # packed before, so plain; the plan belongs to this differentiation mode
-            return _cached_forward(problem, query, key, value)
+            return _attend_packed(problem, query, key, value)
         plain = seed is None and problem.bias is None and problem.sink is None and isinstance(problem.score, Dot)
-        derived = problem.grad or problem.tangent or problem.in_transform
-        if plain and not derived and not problem.score.tensors():
-            return _cached_forward(problem, query, key, value)
+        if plain and not (problem.tangent or problem.in_transform or problem.score.tensors()):
+            return _attend_packed(problem, query, key, value)
         x, shaw, fixed = prepare(problem, query, key, value, seed)
         return _run_kernel(problem, x, shaw, fixed)
     except NoMemory:  # zeros without storage, or freed memory
@@ -147,56 +145,31 @@ def prepare(
     return x, shaw, LoweredConstants(layout, offset, seed, numbers, (radius, wants, *strides), problem)
 
 
-class PackedProblem(NamedTuple):
-    """A packed problem, split where the addresses of query, key and value belong."""
-
-    segments: list[bytes]
-    epoch: int  # epoch of the cache when its mask layout was last found there
-    mask_layout: Any  # a weak reference, or None without a mask
-
-
-def _cached_forward(problem: Problem, query: Tensor, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor | None]:
-    """Run a packed problem with new addresses: packing would dominate a small call."""
+def _attend_packed(problem: Problem, query: Tensor, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor | None]:
+    """Pack the call, or run a packed one with new addresses: packing would dominate a small call."""
     layout = (query.stride(), key.stride(), value.stride(), torch.get_num_threads())
-    known, frame, mask = problem.memo.get(layout), problem.frame, problem.mask
-    held = None  # the packed addresses of the mask layout require that it lives until the kernel is done
-    if known is not None and mask is not None:
-        held = known.mask_layout()
-        if held is None or known.epoch != CACHE.epoch:  # it may have been evicted, or else counts as used
-            epoch, now = CACHE.epoch, mask_layout(mask, frame.cache_key())
-            known = known._replace(epoch=epoch) if now is held else None
-            held = now
-            if known is not None:
-                problem.memo[layout] = known
-    if known is None:
+    packed: PackedCall | None = problem.memo.get(layout)
+    # The packed addresses of the mask layout require that it lives until the kernel is done.
+    held = None if packed is None else packed.hold_mask_layout()
+    if packed is None or (held is None and problem.mask is not None):
         x, _, fixed = prepare(problem, query, key, value, None)
-        whole, before = pack_problem(x, fixed), 0
-        cuts = []
-        for name in "qkv":
-            at = PROBLEM.offsets[name] + TENSOR.offsets["data"]
-            cuts.append(whole[before:at])
-            before = at + len(ADDRESS(0))
-        cuts.append(whole[before:])
-        known = PackedProblem(cuts, CACHE.epoch, None)
-        if mask is not None:
-            held = mask_layout(mask, frame.cache_key())
-            known = known._replace(mask_layout=weakref.ref(held))
+        held = None if problem.mask is None else mask_layout(problem.mask, problem.frame.cache_key())
+        packed = PackedCall(problem, x, fixed, held)
         if len(problem.memo) >= MAX_PACKED:
             problem.memo.clear()
         if held is None or held.tensors is fixed.mask_layout:  # not if the cache keeps nothing
-            problem.memo[layout] = known
-    head, q, k, v = known.segments
-    output = empty_output(query, problem.E)
-    lse = query.new_empty((frame.B, frame.H, frame.Q), dtype=problem.compute_dtype) if problem.lse else None
-    at_query, at_key, at_value = query.data_ptr(), key.data_ptr(), value.data_ptr()
-    if at_query < SMALLEST_ADDRESS or at_key < SMALLEST_ADDRESS or at_value < SMALLEST_ADDRESS:
-        at_query, at_key, at_value = data_address(query), data_address(key), data_address(value)
-    call(
-        "regard_dot_forward",
-        head + ADDRESS(at_query) + q + ADDRESS(at_key) + k + ADDRESS(at_value) + v,
-        RESULT.pack(output.data_ptr(), *output.stride(), 1, *tensor_fields(lse), *ABSENT),
+            problem.memo[layout] = packed
+    return packed.attend(query, key, value)
+
+
+def find_packed_call(problem: Problem, query: Tensor, key: Tensor, value: Tensor) -> PackedCall | None:
+    """Return the packed call for tensors with these strides, if there is one that can be repeated."""
+    if not problem.memo or query.dim() < 4 or problem.broadcasts:
+        return None
+    packed: PackedCall | None = problem.memo.get(
+        (query.stride(), key.stride(), value.stride(), torch.get_num_threads())
     )
-    return output, lse
+    return packed if packed is not None and packed.watch(query, key, value) else None
 
 
 def why_not(problem: Problem) -> list[str]:
