@@ -17,6 +17,7 @@ from regard.errors import BadRows, UserError
 from regard.models.audio import normalize_waveform
 from regard.predictors import PredictOptions, Predictor, open_model
 from regard.predictors.speech import CtcSpeech
+from regard.predictors.vision import _target
 from regard.training.task import Prediction
 from tests.models.transformers_models import their_model
 from tests.predictors.tiny_checkpoints import save_checkpoint
@@ -81,6 +82,20 @@ def test_an_image_is_labelled(tmp_path: Path, picture: Path) -> None:
     assert prediction.output == f"LABEL_{int(expected.argmax())}"
     assert prediction.score == pytest.approx(expected.max().item(), abs=1e-5)
     assert list(prediction.more.values()) == pytest.approx(expected.topk(5).values.tolist(), abs=1e-5)
+
+
+@pytest.mark.parametrize("case", ["bart", "m2m100", "marian", "t5"])
+def test_outputs_and_sources_end_where_the_positions_do(case: str, tmp_path: Path) -> None:
+    first = {"forced_bos_token_id": 20} if case == "m2m100" else {}
+    predictor: Any = open_model(
+        save_checkpoint(tmp_path, case, pairs=False, generation_config={"num_beams": 1, "eos_token_id": 98} | first)
+    )
+    for given in ("cat", "cat " * 39):
+        assert predict(predictor, given, max_new_tokens=200).score is not None
+    if case != "t5":
+        bad = BadRows(skip=True)
+        assert list(predictor.predict([Row("here", ("cat " * 40,))], bad)) == []
+        assert "at most 40" in bad.first[0]
 
 
 @pytest.mark.parametrize(
@@ -290,3 +305,13 @@ def test_clip_is_evaluated_on_the_labels_of_the_data(tmp_path: Path, picture: Pa
     assert measured["rows"] == 2
     assert measured["accuracy"] == 0.5
     assert scores["cat"] + scores["dog"] == pytest.approx(1, abs=1e-5)
+
+
+@pytest.mark.parametrize("longest", [None, 60, 1333])
+def test_images_are_resized_to_the_sides_of_transformers(longest: int | None) -> None:
+    from transformers.image_transforms import get_size_with_aspect_ratio
+
+    for width, height in [(60, 40), (50, 31), (31, 50), (640, 427), (427, 640), (33, 33), (900, 7), (32, 99), (1, 1)]:
+        expected = get_size_with_aspect_ratio((height, width), 32, longest)
+        sides = {"shortest_edge": 32} | ({} if longest is None else {"longest_edge": longest})
+        assert _target((width, height), sides) == (max(1, expected[1]), max(1, expected[0]))

@@ -290,7 +290,7 @@ def _layout(place: str, first: Sequence[str], wanted: _Columns, *, bare: bool) -
     missing = next(label for label in called if label not in cells)
     problem = f"no column {missing!r} among {', '.join(map(repr, cells[:8]))}"
     if wanted.only is not None:
-        raise UserError(f"{place}: {problem}; use the column names of the training data")
+        raise UserError(f"{place}: {problem}; rename the column to {missing!r}")
     options = " ".join(f"--{name} {number}" for number, name in enumerate(names, 1))
     raise UserError(
         f"{place}: {problem}; set its name (--{names[called.index(missing)]} NAME), or numbers if there is no "

@@ -80,7 +80,7 @@ class Predictor(ABC):
 
     def read(self, source: str, bad: BadRows) -> list[Row]:
         """Read the rows of a source, to evaluate on."""
-        return list(read_rows(source, dict.fromkeys(self.columns, ""), bad))
+        return list(read_rows(source, dict.fromkeys(self.columns, ""), bad, only=self.columns))
 
     def read_inputs(self, source: str, bad: BadRows) -> Iterable[Row]:
         """Read the inputs of a source; columns to predict may be missing."""

@@ -64,7 +64,7 @@ class Translator(Predictor):
         first, forced = 1 + len(config.prompt), len(config.prompt)
         most = self.options.max_new_tokens or max(1, self.generation.limit(first, MAX_NEW_TOKENS, forced=forced))
         if longest is not None:
-            most = min(most, longest - forced)
+            most = min(most, longest - first)
         processor = self.generation.processor_after(first, forced=forced)
         outputs: dict[int, Prediction] = {}
         targets = generate_targets(

@@ -91,12 +91,16 @@ def _target(size: tuple[int, int], sides: dict[str, int]) -> tuple[int, int]:
     """Return width and height of a resized image."""
     if "shortest_edge" not in sides:
         return sides["width"], sides["height"]
-    short, long = min(size), max(size)
-    edge = float(sides["shortest_edge"])
-    if "longest_edge" in sides and long * edge / short > sides["longest_edge"]:
-        edge = short * sides["longest_edge"] / long
-    width, height = (max(1, min(MAX_SIDE, round(side * edge / short))) for side in size)
-    return width, height
+    (width, height), (short, long) = size, sorted(size)
+    edge = exact = float(sides["shortest_edge"])
+    if "longest_edge" in sides and long / short * edge > sides["longest_edge"]:
+        exact = sides["longest_edge"] * short / long
+        edge = round(exact)
+    if short == edge:
+        return size
+    other = int(exact * long / short)  # transformers rounds this side down
+    wide, high = (edge, other) if width < height else (other, edge)
+    return max(1, min(MAX_SIDE, int(wide))), max(1, min(MAX_SIDE, int(high)))
 
 
 class ImagePredictor(Predictor):
