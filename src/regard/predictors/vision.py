@@ -232,7 +232,7 @@ class ZeroShotLabels(ImagePredictor):
 
     @torch.inference_mode()
     def scores(self, image: Any, labels: Tensor) -> Tensor:
-        """Return the probability of each label: of one of them, or each by itself if the model has a logit bias."""
+        """Return the probability of each label: they sum to 1, or are independent if the model has a logit bias."""
         inputs = self.preparation.normalize(self.preparation.resize(image))
         logits = (self.model.embed_images(inputs[None]) @ labels.mT)[0] * self.model.scale.exp()
         return logits.softmax(-1) if self.model.bias is None else (logits + self.model.bias).sigmoid()
