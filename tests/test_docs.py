@@ -138,6 +138,13 @@ def test_links_of_the_first_pages_lead_somewhere(page: Path) -> None:
         assert (ROOT / link).exists(), f"{page.name} links to {link}, which is not there"
 
 
+def test_every_test_that_a_page_names_exists() -> None:
+    sources = "\n".join(path.read_text("utf-8") for path in (ROOT / "tests").rglob("test_*.py"))
+    for page in PAGES:
+        for name in re.findall(r"`(test_\w+)`", page.read_text("utf-8")):
+            assert f"def {name}(" in sources, f"{page} names {name}, which is no test"
+
+
 def test_docstrings_become_markdown() -> None:
     pytest.importorskip("griffe", reason="pip install --group docs")
     spec = spec_from_file_location("docstrings", ROOT / "docs" / "docstrings.py")

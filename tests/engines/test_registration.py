@@ -90,24 +90,24 @@ for dtype, tolerance in ((torch.float64, 1e-12), (torch.float32, 1e-4), (torch.b
     sparse = {"mask": ~rg.window(9, 9), "score": rg.Dot(softcap=4.0), "dropout": 0.5}
     additive = {"score": rg.Additive(torch.linspace(-1, 1, 33, dtype=torch.float64)), "mask": rg.causal()}
     for description in ({}, {"mask": rg.causal(), "bias": rg.alibi(4)}, sparse, additive):
-        found = []
+        results = []
         for engine in ("native", "reference"):
             torch.manual_seed(0)
             x = [t.detach().to(dtype).requires_grad_() for t in (q, k, v)]
             out = rg.attention(*x, engine=engine, **description)
-            found.append([out, *torch.autograd.grad(out.float().sin().sum(), x)])
+            results.append([out, *torch.autograd.grad(out.float().sin().sum(), x)])
             torch.manual_seed(0)
             with torch.no_grad(), forward_ad.dual_level():
                 duals = [forward_ad.make_dual(t.detach(), t.detach().flip(2)) for t in x]
                 out = rg.attention(*duals, engine=engine, **description)
-                found[-1].append(forward_ad.unpack_dual(out).tangent)
-        for a, b in zip(*found):
+                results[-1].append(forward_ad.unpack_dual(out).tangent)
+        for a, b in zip(*results):
             torch.testing.assert_close(a, b, rtol=tolerance, atol=tolerance)
 for features in ("elu", rg.favor(24)):
     attend, x = rg.LinearAttention(features, mask=rg.causal()), [q[:, :, :67], k[:, :2, :67], v[:, :2, :67]]
-    found = [attend(*x), attend.step(*x)[0]]
-    grads = [torch.autograd.grad(out.sin().sum(), (q, k, v)) for out in found]
-    for a, b in zip([found[0], *grads[0]], [found[1], *grads[1]]):
+    results = [attend(*x), attend.step(*x)[0]]
+    grads = [torch.autograd.grad(out.sin().sum(), (q, k, v)) for out in results]
+    for a, b in zip([results[0], *grads[0]], [results[1], *grads[1]]):
         torch.testing.assert_close(a, b, rtol=1e-11, atol=1e-11)
 print(native.build_info()["instruction set"])
 """
