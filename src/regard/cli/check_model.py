@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -15,11 +16,16 @@ from regard.check.reports import junit as junit_xml
 from regard.cli.check_report import FAILED, LINES, NOT_CHECKED, PASSED
 from regard.errors import UserError
 from regard.files import Unwritable, check_writable, write_text_atomically
+from regard.models.checkpoints import gguf, own_format
 from regard.printable import printable, printable_json
 from regard.progress import stage
 
 DEFAULT = ("eager", "sdpa", "regard")
 NAMES = (*DEFAULT, "flex_attention")
+OWN = (
+    "the check replaces hidden states inside models of Transformers. Give the checkpoint that the model came from, or "
+    "--random-weights with a folder that has its config.json; `regard check` tests the attention of regard"
+)
 
 
 def run(
@@ -77,9 +83,25 @@ def _findings(
     enable()
     transformers.logging.set_verbosity_error()
     transformers.logging.disable_progress_bar()
+    if (kind := _own_kind(Path(name))) is not None:
+        raise UserError(f"--model: {name} is {kind}, which regard computes itself; {OWN}")
     with stage(f"loading {name}"):
         model, setup = load_model(name, random_weights=random_weights)
     return check_model(model, implementation=names, tokens=tokens, causal=causal, setup=setup)
+
+
+def _own_kind(path: Path) -> str | None:
+    """Return what a model is that only regard loads; None for others."""
+    if (path / "run.json").is_file():
+        return "a run"
+    if gguf.is_gguf(path):
+        return "a GGUF file"
+    try:
+        values = json.loads((path / "config.json").read_text(encoding="utf-8"))
+    except (OSError, ValueError):
+        return None
+    own = isinstance(values, dict) and values.get("model_type") == own_format.MODEL_TYPE
+    return "a checkpoint in the format of regard" if own else None
 
 
 def print_findings(stdout: Console, findings: Sequence[Finding]) -> None:

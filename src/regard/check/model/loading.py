@@ -11,12 +11,7 @@ import torch
 
 from regard.check.targets.lookup import UnknownTarget, import_object
 from regard.errors import UserError, first_line
-from regard.models.checkpoints import gguf, own_format
 
-OWN = (
-    "the check replaces hidden states inside models of Transformers. Give the checkpoint that the model came from, or "
-    "--random-weights with a folder that has its config.json; `regard check` tests the attention of regard"
-)
 EXPECTED = "a folder with config.json and model.safetensors, or package.module:function that returns a model"
 
 
@@ -26,28 +21,12 @@ def load_model(name: str, *, random_weights: bool = False) -> tuple[Any, str]:
     random_weights: read only the configuration of a folder, and draw the weights.
     """
     path = Path(name)
-    if (kind := _own_kind(path)) is not None:
-        raise UserError(f"--model: {name} is {kind}, which regard computes itself; {OWN}")
     if path.is_dir():
         return _from_folder(path, random_weights)
     if ":" in name and not path.exists():
         return _from_function(name)
     what = "is a file" if path.exists() else "is neither"
     raise UserError(f"--model must be {EXPECTED}, but {name} {what}")
-
-
-def _own_kind(path: Path) -> str | None:
-    """Return what a model is that only regard loads; None for others."""
-    if (path / "run.json").is_file():
-        return "a run"
-    if gguf.is_gguf(path):
-        return "a GGUF file"
-    try:
-        values = json.loads((path / "config.json").read_text(encoding="utf-8"))
-    except (OSError, ValueError):
-        return None
-    own = isinstance(values, dict) and values.get("model_type") == own_format.MODEL_TYPE
-    return "a checkpoint in the format of regard" if own else None
 
 
 def _from_function(name: str) -> tuple[Any, str]:
