@@ -35,11 +35,13 @@ OBSERVERS: ContextVar[tuple[Callable[[Attention, Tensor, Tensor, Tensor], None],
     "observers", default=()
 )
 """Observers called on every eager attention call with its description, query, key and value."""
-INTERVENTION: ContextVar[Callable[[Attention, Tensor, Tensor], tuple[Attention, Tensor | None]] | None] = ContextVar(
-    "intervention", default=None
+INTERVENTION: ContextVar[Callable[[Attention, Tensor, Tensor, bool], tuple[Attention, Tensor | None]] | None] = (
+    ContextVar("intervention", default=None)
 )
-"""Called on every eager attention call with its description, query and key: returns the description to compute instead,
-and factors (H,) of the heads' outputs or None. `regard.view.ablate` sets it."""
+"""Called on every eager attention call with its description, query, key, and whether the previous call asks again.
+
+Returns the description to compute instead, and factors (H,) of the heads' outputs or None; set by `regard.view.ablate`.
+"""
 
 
 @dataclass(eq=False, repr=False)
@@ -278,16 +280,16 @@ class Attention(Description):
             for observer in observers:
                 observer(self, query, key, value)
 
-    def intervene(self, query: Tensor, key: Tensor) -> tuple[Attention, Tensor | None]:
+    def intervene(self, query: Tensor, key: Tensor, *, again: bool = False) -> tuple[Attention, Tensor | None]:
         """Return the description to compute instead of this one, and factors (H,) of the heads' outputs or None.
 
         Without an intervention, this description. `forward` does this; only code that computes attention another way
-        needs to call it.
+        needs to call it. again: the call is the one of which `forward` has just computed the output.
         """
         intervention = None if torch.compiler.is_compiling() else INTERVENTION.get()
         if intervention is None:
             return self, None
-        return intervention(self, *broadcast_batch(query, key))
+        return intervention(self, *broadcast_batch(query, key), again)
 
     def weights(
         self, query: Tensor, key: Tensor, *, rows: Index = None, columns: Index = None, heads: Index = None

@@ -348,6 +348,60 @@ def test_transformers_returns_the_changed_weights() -> None:
     torch.testing.assert_close(record.ablate().output.values, record.ablate().output.values)
 
 
+def tiny_transformers(name: str, **options: Any) -> Any:
+    transformers = pytest.importorskip("transformers")
+    from regard.integrations.transformers import enable
+
+    enable()
+    torch.manual_seed(0)
+    model, config = (getattr(transformers, name + part) for part in ("ForConditionalGeneration", "Config"))
+    config = config(vocab_size=60, d_model=32, num_layers=2, num_heads=4, d_kv=8, d_ff=48, **options)
+    return model._from_config(config, attn_implementation="regard").double().eval()
+
+
+def test_pairs_of_cross_attention_with_the_cache_of_transformers() -> None:
+    model = tiny_transformers("T5", decoder_start_token_id=0)
+    source, target = torch.randint(60, (1, 9)), torch.randint(60, (1, 5))
+    change = Change(kind="cross", layer=1, head=2, force=[(3, 8)])
+    with torch.no_grad(), capture(model) as record:
+        model(input_ids=source, decoder_input_ids=target)
+    with torch.no_grad(), ablate(model, change):
+        expected = model(input_ids=source, decoder_input_ids=target, use_cache=False).logits
+    changed = record.ablate(change)
+    assert changed.weights(1, head=2, kind="cross")[3].tolist() == pytest.approx([0] * 8 + [1])
+    torch.testing.assert_close(changed.output.values, expected, rtol=1e-12, atol=1e-12)
+    assert (expected - record.output.values).abs().max() > 1e-6
+    with pytest.raises(NotImplementedError, match="pairs of cross-attention cannot be"), ablate(model, change):
+        model.generate(input_ids=source, max_new_tokens=4)
+
+
+def test_pairs_are_refused_with_a_cache_of_transformers_that_drops_tokens() -> None:
+    transformers = pytest.importorskip("transformers")
+    from regard.integrations.transformers import enable
+
+    enable()
+    config = transformers.MistralConfig(
+        vocab_size=60, hidden_size=32, intermediate_size=48, num_hidden_layers=1, num_attention_heads=4,
+        num_key_value_heads=2, sliding_window=4,
+    )  # fmt: skip
+    model = transformers.MistralForCausalLM._from_config(config, attn_implementation="regard").eval()
+    ids = torch.randint(3, 60, (1, 3))
+    for tokens, fits in ((2, True), (9, False)):
+        with ablate(model, Change(forbid=[(2, 1)])):
+            if fits:
+                model.generate(ids, max_new_tokens=tokens, do_sample=False)
+            else:
+                with pytest.raises(NotImplementedError, match="a cache that drops tokens"):
+                    model.generate(ids, max_new_tokens=tokens, do_sample=False, eos_token_id=None)
+
+
+def test_recomputed_layers_of_transformers_are_refused() -> None:
+    model = tiny_transformers("T5", decoder_start_token_id=0).train()
+    model.encoder.gradient_checkpointing = True
+    with pytest.raises(ValueError, match="recomputes its layers in backward"), ablate(model, Change(factor=0.0)):
+        pass
+
+
 def test_a_module_outside_of_the_model_does_not_change() -> None:
     inside, outside = (Attends(rg.Attention()).eval() for _ in range(2))
     x = torch.randn(1, 2, 5, 8)
@@ -355,3 +409,92 @@ def test_a_module_outside_of_the_model_does_not_change() -> None:
     with ablate(inside, Change(factor=0.0)):
         assert torch.equal(outside(x), expected)
         assert inside(x).abs().max() == 0
+
+
+def test_attentions_with_the_same_query_are_told_apart() -> None:
+    class Model(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.first, self.second = Attends(rg.Attention()), Attends(rg.Attention())
+
+        def forward(self, query: Tensor, *keys: Tensor) -> tuple[Tensor, ...]:
+            return self.first(query, keys[0]), self.second(query, keys[1]), self.second(query, keys[1])
+
+    model, (query, *keys) = Model(), torch.randn(3, 1, 2, 5, 4)
+    for layer in (1, "second"):
+        with ablate(model, Change(layer=layer, factor=0.0)):
+            first, second, third = model(query, *keys)
+        assert bool(first.any())
+        assert not second.any()
+        assert torch.equal(third, model(query, *keys)[2])
+    with ablate(model, Change(layer="second (2)", factor=0.0)):
+        assert [bool(each.any()) for each in model(query, *keys)] == [True, True, False]
+
+
+@pytest.mark.parametrize("change", [Change(layer=0, forbid=[(10, 9)]), Change(layer=0, force=[(3, 3)])])
+def test_pairs_are_refused_with_a_cache_that_drops_tokens(change: Change) -> None:
+    ids = torch.randint(60, (1, 12))
+    model = rg.models.LanguageModel(dataclasses.replace(CONFIG, windows=(4, None))).eval()
+
+    def step_through(stop: int) -> Tensor:
+        state, first = model.start_generation(ids[:, :3])
+        found = state.step(first)
+        for n in range(3, stop):
+            found = state.step(ids[:, n : n + 1])
+        return found
+
+    with ablate(model, change):
+        torch.testing.assert_close(step_through(4), model(ids)[:, 3])
+    with pytest.raises(NotImplementedError, match="a cache that drops tokens"), ablate(model, change):
+        step_through(12)
+    with ablate(model, dataclasses.replace(change, layer=1)):  # its cache keeps all tokens
+        torch.testing.assert_close(step_through(12), model(ids)[:, -1])
+
+
+@pytest.mark.parametrize("checkpointing", [False, True])
+def test_gradients_under_changes_are_those_of_the_changed_model(checkpointing: bool) -> None:
+    torch.manual_seed(0)
+    parts = [(rg.nn.MultiHeadAttention(16, heads=2), rg.nn.FeedForward(16, 24)) for _ in range(2)]
+    blocks = [rg.nn.Block(*each, residual=lambda: rg.nn.PreNorm(16)) for each in parts]
+    model = rg.nn.Encoder(blocks, checkpointing=checkpointing).double().train()
+    x = torch.randn(1, 5, 16, dtype=torch.float64)
+    weight = model.layers[0].attention.qkv.weight
+    with ablate(model, Change(layer=0, temperature=4.0)):
+        output = model(x)
+    found = torch.autograd.grad(output.square().sum(), weight)[0]  # after the block
+    with torch.no_grad():
+        weight[:16] /= 4.0  # queries; their biases below
+        model.layers[0].attention.qkv.bias[:16] /= 4.0
+    expected = torch.autograd.grad(model(x).square().sum(), weight)[0]
+    expected[:16] /= 4.0
+    torch.testing.assert_close(found, expected)
+
+
+def test_a_capture_inside_an_ablation_keeps_its_changes(language: rg.models.LanguageModel) -> None:
+    ids = torch.tensor([[5, 9, 30, 5, 9, 41]])
+    changes = Change(layer=0, head=1, factor=0.0), Change(kind="decoder", temperature=2.0)
+    with ablate(language, *changes), capture(language) as inside:
+        expected = language(ids)
+    with capture(language) as outside, ablate(language, *changes):
+        language(ids)
+    for record in (inside, outside):
+        assert record.explain_weight(0, head=1, query=3, key=2).contribution == 0
+        assert record.explain_weight(0, head=0, query=3, key=2).contribution > 0
+        assert len(record.changes) == 3
+        torch.testing.assert_close(record.ablate().output.values, expected, rtol=0, atol=0)
+    with capture(language) as plain:
+        with ablate(language, *changes):
+            language(ids)
+        language(ids)
+    assert plain.changes == ()
+    assert plain.explain_weight(0, head=1, query=3, key=2).factor == 1
+
+
+def test_parameters_changed_through_data_are_noticed() -> None:
+    model = rg.models.LanguageModel(CONFIG).eval()
+    with capture(model) as record:
+        model(torch.tensor([[5, 9]]))
+    record.ablate(Change(factor=0.0))
+    next(model.parameters()).data[0, 0] += 1
+    with pytest.raises(ValueError, match="parameters of the model have changed"):
+        record.ablate(Change(factor=0.0))

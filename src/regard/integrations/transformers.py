@@ -207,7 +207,7 @@ def attend(
         return output, None
     if s_aux is not None and _returns_weights_without_sink(type(module).__module__):
         description = build_attention(pattern, scale=scaling, softcap=softcap, dropout=dropout, bias=bias)
-    return output, description.intervene(query, key)[0].weights(query, key)
+    return output, description.intervene(query, key, again=True)[0].weights(query, key)
 
 
 def _without_mask(module: nn.Module, is_causal: bool | None, queries: int, keys: int) -> Pattern:

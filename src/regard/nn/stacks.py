@@ -10,6 +10,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
+from regard.attention import INTERVENTION
 from regard.masks import Mask
 from regard.nn.attention import MultiHeadAttention
 from regard.nn.blocks import Block
@@ -170,8 +171,8 @@ class Encoder(nn.Module):
     def _recomputes(self, cache: Sequence[object] | None) -> bool:
         """Return whether blocks are recomputed in backward, after checking the caches."""
         recompute = self.checkpointing and self.training and torch.is_grad_enabled()
-        if cache is None:
-            return recompute
+        if cache is None:  # an ablation may have ended before backward
+            return recompute and (torch.compiler.is_compiling() or INTERVENTION.get() is None)
         if recompute:
             raise ValueError(
                 "checkpointing recomputes blocks in backward, which would append to the caches twice; decode in "

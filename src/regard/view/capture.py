@@ -7,6 +7,7 @@ import warnings
 from collections import Counter
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -15,7 +16,7 @@ from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
 from regard.arguments import read_offset
-from regard.attention import OBSERVERS, Attention
+from regard.attention import INTERVENTION, OBSERVERS, Attention
 from regard.geometry import Frame, Indices, pad_leading
 from regard.masks import Mask
 from regard.masks.algebra import And
@@ -23,6 +24,7 @@ from regard.masks.patterns import Causal
 from regard.nn.cache import CrossCache
 from regard.nn.recurrent import RecurrentLayer
 from regard.view.captured_attention import CapturedAttention, Kind
+from regard.view.changes import Ablation, Change
 from regard.view.inputs import model_inputs, next_token
 from regard.view.model_call import ModelCall
 from regard.view.model_output import ModelOutput
@@ -107,6 +109,8 @@ class _Recorder:
         self.attended = True  # whether attention was computed since that embedding
         self.parents: Tensor | None = None  # batch rows that decoder self-attention continues from in this forward pass
         self.restarted = False  # whether decoder self-attention started a new sequence in this forward pass
+        self.ablation: Ablation | None = None  # the one inside which the model runs
+        self.changes: dict[str, list[Change]] = {}  # by that ablation, of each attention
         self.recurrent: dict[str, None] = {}  # names of the recurrent layers that ran
 
     def embed(self, ids: Tensor) -> None:
@@ -120,6 +124,7 @@ class _Recorder:
         for captured in self.known.values():
             captured.layer = counts[captured.kind]
             counts[captured.kind] += 1
+        self.record.changes = tuple(change for changes in self.changes.values() for change in changes)
         decoder = [captured for captured in self.record.attentions if captured.kind == "decoder"]
         if any(call.parents is not None for captured in decoder for call in captured.calls):
             warnings.warn(BEAMS, stacklevel=4)
@@ -129,10 +134,14 @@ class _Recorder:
             captured.end()
             if len(captured.calls) > 1:  # steps of a generation: the last call does not compute all of them
                 self.record.call = None
+        if self.record.call is not None:
+            self.record.call = self.record.call.with_contents()
 
     def enter_module(self, running: RunningModule) -> None:
         if len(self.modules.stack) == 1:
             self.parents, self.restarted = None, False
+            ablation = INTERVENTION.get()
+            self.ablation = ablation if isinstance(ablation, Ablation) else None
         if isinstance(running.module, RecurrentLayer):
             self.recurrent[running.name] = None
         if not running.name:
@@ -158,8 +167,10 @@ class _Recorder:
         self.attended = True
         name, call_number = self.modules.count_call()
         captured = self.known.get((name, call_number))
+        display_name = self.modules.display_name(name, call_number)
+        chosen = [] if self.ablation is None else self.ablation.chosen
+        self.changes[display_name] = [replace(change, layer=display_name, kind=None) for change in chosen]
         if captured is None:
-            display_name = self.modules.display_name(name, call_number)
             captured = self.known[name, call_number] = CapturedAttention(display_name, self.counts[kind], kind)
             self.counts[kind] += 1
             if not self._captures_layer(captured.layer):
@@ -167,6 +178,7 @@ class _Recorder:
             self.record.attentions.append(captured)
         elif not self._captures_layer(captured.layer):
             return
+        captured.factors = None if self.ablation is None else self.ablation.factors
         attend = attend.snapshot()
         ids = _query_ids(self.ids, query)
         if kind == "cross":

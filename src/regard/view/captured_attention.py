@@ -130,7 +130,7 @@ class CapturedAttention:
         """Record a call that starts a new sequence: query (B, H, Q, D), key (B, G, K, D), value (B, G, K, E)."""
         self._clear_cache()
         self.kind, self._last_key = kind, key
-        place = _query_position(attend, query, key) if kind == "decoder" else None
+        place = query_position(attend, query, key) if kind == "decoder" else None
         self.K = key.shape[2] if place is None else min(key.shape[2], place + query.shape[2])
         with torch.inference_mode(False), torch.no_grad():
             self._keys, self._values = key.detach().clone(), value.detach().clone()
@@ -147,7 +147,7 @@ class CapturedAttention:
         """
         if self._keys is None or self._values is None or not self.calls or self.kind == "cross":
             return None
-        held, count, place = self._keys, query.shape[2], _query_position(attend, query, key)
+        held, count, place = self._keys, query.shape[2], query_position(attend, query, key)
         same = (key.shape[1], key.shape[3]) == (held.shape[1], held.shape[3])
         if not same or place is None or query.shape[1] != self.heads:
             return None
@@ -459,7 +459,7 @@ def _put(held: Tensor, at: int, new: Tensor, size: int) -> Tensor:
     return held
 
 
-def _query_position(attend: Attention, query: Tensor, key: Tensor) -> int | None:
+def query_position(attend: Attention, query: Tensor, key: Tensor) -> int | None:
     """Return the position of the first query among the keys, or None if it differs between batch rows."""
     if attend.offset is None:
         return key.shape[2] - query.shape[2]

@@ -18,8 +18,8 @@ from regard.geometry import CallSlice, Frame, Indices, pad_leading
 from regard.masks import Mask
 from regard.masks.algebra import EMPTY, PARTIAL, Boxes, Kinds
 from regard.nn.cache import CrossCache
-from regard.view.captured_attention import Kind
-from regard.view.module_calls import ModuleCalls, track_modules
+from regard.view.captured_attention import Kind, query_position
+from regard.view.module_calls import ModuleCalls, RunningModule, track_modules
 
 Pair = tuple[int, int]
 MAX_PAIRS = 4096  # per change
@@ -29,8 +29,9 @@ MAX_PAIRS = 4096  # per change
 class Change:
     """A change of some attentions of a model.
 
-    layer: index of the layer, or module name; all layers by default. kind: "encoder", "decoder" or "cross"; all by
-    default. head: a head or several; all by default.
+    layer: index of the layer, or name of the attention as in a `Record`: that of its module, with " (2)" for a second
+    call in a forward pass; all layers by default. kind: "encoder", "decoder" or "cross"; all by default. head: a head
+    or several; all by default.
     factor: multiplies the output of the heads; 0 switches them off.
     temperature: divides the logits, besides the temperature of the model; applies to all heads of a layer.
     forbid: (query, key) pairs that get no weight. force: (query, key) pairs; such a query attends to its forced keys
@@ -98,6 +99,7 @@ def ablate(model: nn.Module, *changes: Change) -> Iterator[None]:
 
     The model must compute its attention with regard, as for `capture`; compiled parts run eagerly, and only calls from
     the current thread change. Layers are numbered as in a `Record`. Raises at the end if a change applied to nothing.
+    If parts of the model are recomputed in backward (`torch.utils.checkpoint`), call `backward` inside the block.
 
     >>> import regard as rg, regard.view, torch
     >>> model = rg.models.TextEncoder(rg.models.TextConfig(100, d_model=32, layers=2, heads=4, d_hidden=64)).eval()
@@ -115,8 +117,14 @@ def ablate(model: nn.Module, *changes: Change) -> Iterator[None]:
         raise TypeError(f"model must be a torch.nn.Module, but is {type(model).__name__}")
     if INTERVENTION.get() is not None:
         raise ValueError("ablate cannot be nested; pass all changes to one call")
-    ablation = _Ablation(changes)
-    with track_modules(model, ablation.modules, lambda: INTERVENTION.get() is ablation):
+    for name, part in model.named_modules():
+        if part.training and getattr(part, "gradient_checkpointing", False):
+            raise ValueError(
+                f"{name or type(model).__name__} recomputes its layers in backward, without the changes; turn "
+                "off its gradient checkpointing, or call model.eval()"
+            )
+    ablation = Ablation(changes)
+    with track_modules(model, ablation.modules, lambda: INTERVENTION.get() is ablation, ablation.enter_module):
         token = INTERVENTION.set(ablation)
         try:
             yield
@@ -128,42 +136,73 @@ def ablate(model: nn.Module, *changes: Change) -> Iterator[None]:
         raise ValueError(f"{unused[0]} applied to no attention; inside the block, these were computed: {ran}")
 
 
-class _Ablation:
-    """State of an ablation while the model runs."""
+class Ablation:
+    """State of an ablation while the model runs.
+
+    chosen, factors: the changes of the last call, and the factors (H,) of its heads or None.
+    """
 
     def __init__(self, changes: Sequence[Change]) -> None:
         self.changes, self.modules = changes, ModuleCalls()
         self.counts: Counter[Kind] = Counter()
         self.known: dict[tuple[str, int], tuple[int, Kind]] = {}
         self.used: set[Change] = set()
-        self.last: tuple[Tensor, tuple[str, int]] | None = None  # the last query, and the attention it belongs to
+        self.place: tuple[str, int] | None = None  # of the last call
+        self.chosen: list[Change] = []
+        self.factors: Tensor | None = None
+        self.target: tuple[int | None, int] | None = None  # position of the first query, and number, of the decoder
 
-    def __call__(self, attend: Attention, query: Tensor, key: Tensor) -> tuple[Attention, Tensor | None]:
+    def enter_module(self, running: RunningModule) -> None:
+        if len(self.modules.stack) == 1:
+            self.target = None
+
+    def __call__(self, attend: Attention, query: Tensor, key: Tensor, again: bool) -> tuple[Attention, Tensor | None]:
         from regard.view.capture import attention_kind
 
         if not self.modules.stack:  # a call outside this model
+            self.chosen, self.factors = [], None
             return attend, None
-        if self.last is None or self.last[0].data_ptr() != query.data_ptr() or self.last[0].shape != query.shape:
-            self.last = query, self.modules.count_call()  # otherwise the same call asks again, for its weights
-        place = self.last[1]
+        if self.place is None or not again:
+            self.place = self.modules.count_call()
         _, module, args, kwargs = self.modules.stack[-1]
-        kind = attention_kind(module, args, kwargs, attend, pad_leading(query), pad_leading(key))
-        if place not in self.known:
-            self.known[place] = self.counts[kind], kind
+        query, key = pad_leading(query), pad_leading(key)
+        kind = attention_kind(module, args, kwargs, attend, query, key)
+        if self.place not in self.known:
+            self.known[self.place] = self.counts[kind], kind
             self.counts[kind] += 1
-        layer = self.known[place][0]
-        name = self.modules.display_name(*place)
-        chosen = [change for change in self.changes if change.applies_to(name, layer, kind)]
-        self.used.update(chosen)
-        if kind == "cross" and any(change.forbid or change.force for change in chosen):
-            given = [*args, *kwargs.values()]
-            if any(isinstance(each, CrossCache) or "Cache" in type(each).__name__ for each in given):
-                raise NotImplementedError(
-                    "pairs of cross-attention cannot be changed while tokens are generated with a cache; change one "
-                    "forward pass over the tokens, or use record.generate"
-                )
-        heads = query.shape[1] if query.dim() == 4 else 1 if query.dim() < 3 else query.shape[0]
-        return change_attention(attend, heads, chosen, by_position=kind != "cross")
+        layer, name = self.known[self.place][0], self.modules.display_name(*self.place)
+        self.chosen = [change for change in self.changes if change.applies_to(name, layer, kind)]
+        self.used.update(self.chosen)
+        if any(change.forbid or change.force for change in self.chosen):
+            self._check_positions(kind, module, [*args, *kwargs.values()], query, key)
+        if kind == "decoder":
+            self.target = query_position(attend, query, key), query.shape[2]
+        attend, self.factors = change_attention(attend, query.shape[1], self.chosen, by_position=kind != "cross")
+        return attend, self.factors
+
+    def _check_positions(self, kind: Kind, module: nn.Module, given: list[Any], query: Tensor, key: Tensor) -> None:
+        """Raise if a cache makes the rows or columns of a call other tokens than those that pairs name."""
+        caches = [each for each in given if isinstance(each, CrossCache) or "Cache" in type(each).__name__]
+        if kind == "cross" and caches and self.target != (0, query.shape[2]):
+            raise NotImplementedError(
+                "pairs of cross-attention cannot be changed while tokens are generated with a cache; change one "
+                "forward pass over the tokens, or use record.generate"
+            )
+        if kind != "cross" and any(_has_dropped(cache, module, key.shape[2]) for cache in caches):
+            raise NotImplementedError(
+                "pairs cannot be changed while tokens are generated with a cache that drops tokens outside of a "
+                "sliding window; change one forward pass over the tokens, or use record.generate"
+            )
+
+
+def _has_dropped(cache: Any, module: nn.Module, keys: int) -> bool:
+    """Whether the cache of regard or Transformers from which a module gets this number of keys has dropped others."""
+    layers = getattr(getattr(cache, "self_attention_cache", cache), "layers", ())
+    index = getattr(module, "layer_idx", None)
+    if isinstance(index, int):
+        layers = layers[index : index + 1]
+    sliding = [layer for layer in layers if getattr(layer, "is_sliding", False)]
+    return bool(getattr(cache, "dropped", 0)) or any(int(layer.get_seq_length()) > keys for layer in sliding)
 
 
 def change_attention(

@@ -171,8 +171,10 @@ class _UncachedState:
 
 
 def require_call(record: Record) -> ModelCall:
+    """Return the call of a record; raise if running it again would not give the same result."""
     if record.call is None:
         raise ValueError(NO_CALL)
+    record.call.check()
     return record.call
 
 
@@ -183,13 +185,7 @@ def _run(record: Record, call: ModelCall, changes: tuple[Change, ...]) -> Record
     changed.image, changed.spectrogram, changed.tokenizer = record.image, record.spectrogram, record.tokenizer
     names = {captured.name for captured in record.attentions}
     changed.attentions = [captured.select(record.row) for captured in changed.attentions if captured.name in names]
-    changed.row, changed.changes = record.row, changes
-    for captured in changed.attentions:
-        for change in changes:
-            if change.layer == captured.name and change.factor != 1:
-                if captured.factors is None:
-                    captured.factors = torch.ones(captured.heads)
-                captured.factors[slice(None) if change.head is None else list(change.head)] *= change.factor  # type: ignore[arg-type]
+    changed.row = record.row
     return changed
 
 

@@ -11,6 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from regard.fingerprint import readable
 from regard.masks import Mask
 from regard.nn.packing import Packed
 from regard.view.inputs import SOURCES, TARGETS
@@ -20,33 +21,43 @@ PLAIN = (bool, int, float, str, bytes, torch.dtype, torch.device, Mask, type(Non
 
 @dataclass(frozen=True, eq=False)
 class ModelCall:
-    """A call `model(*args, **kwargs)`."""
+    """A call `model(*args, **kwargs)`.
+
+    versions: of the parameters and buffers at the time of the call. contents: their checksums at the end of the
+    capture, since writes through `.data` do not change the version of a tensor.
+    """
 
     model: nn.Module
     args: tuple
     kwargs: dict[str, Any]
-    state: tuple  # of the parameters at the time of the call
+    versions: tuple
+    contents: tuple = ()
 
     @classmethod
     def copy(cls, model: nn.Module, args: tuple, kwargs: dict[str, Any]) -> ModelCall | None:
         """Copy the inputs of a call; None if one of them, such as a cache, would be changed by running it again."""
         try:
             with torch.inference_mode(False), torch.no_grad():
-                return cls(model, _copy(args), _copy(kwargs), _state(model))
+                return cls(model, _copy(args), _copy(kwargs), _versions(model))
         except TypeError:
             return None
 
+    def with_contents(self) -> ModelCall:
+        """Return the call with the checksums of the parameters and buffers, all of which are read."""
+        return replace(self, contents=tuple(map(_checksum, _tensors(self.model))))
+
     def check(self) -> None:
-        """Raise unless running the call again gives the result of the first time."""
+        """Raise unless running the call again gives the result of the first time; reads all parameters."""
         if self.model.training:
             raise ValueError(
                 "the model is in training mode, where dropout is random; call model.eval() and capture again"
             )
-        if _state(self.model) != self.state:
+        contents = tuple(map(_checksum, _tensors(self.model)))
+        if _versions(self.model) != self.versions or contents != self.contents:
             raise ValueError("the parameters of the model have changed since the capture; capture again")
 
     def run(self) -> Any:
-        self.check()
+        """Run the call; `check` it before the first time."""
         with torch.no_grad():
             return self.model(*self.args, **self.kwargs)
 
@@ -129,8 +140,23 @@ def _copy(value: Any) -> Any:
     raise TypeError(f"cannot copy {type(value).__name__}")
 
 
-def _state(model: nn.Module) -> tuple:
-    return tuple((id(each), -1 if each.is_inference() else each._version) for each in model.parameters())
+def _tensors(model: nn.Module) -> list[Tensor]:
+    return [*model.parameters(), *model.buffers()]
+
+
+def _versions(model: nn.Module) -> tuple:
+    return tuple((id(each), -1 if each.is_inference() else each._version) for each in _tensors(model))
+
+
+def _checksum(tensor: Tensor) -> int:
+    """Return the sum of the content as integers; 0 if it cannot be read, as that of a packed weight."""
+    if not readable(tensor) or not tensor.numel():
+        return 0
+    tensor = tensor.detach().resolve_conj().resolve_neg()
+    tensor = tensor.clone(memory_format=torch.contiguous_format) if tensor.storage_offset() else tensor.contiguous()
+    content = tensor.reshape(-1).view(torch.uint8)
+    whole = len(content) // 8 * 8
+    return int(content[:whole].view(torch.int64).sum()) + int(content[whole:].sum())
 
 
 def _is_ids(value: Any) -> bool:
