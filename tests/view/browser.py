@@ -79,8 +79,9 @@ class Tab:
         self.page.wait_for_selector(".regard canvas.plane")
         self.wait_frames()
         return self.page.evaluate(
-            """() => { const box = document.querySelector("canvas.plane").getBoundingClientRect();
-            return { x: box.left + 116, y: box.top + 84, width: box.width - 126, height: box.height - 94 } }"""
+            """() => { const canvas = document.querySelector("canvas.plane"), box = canvas.getBoundingClientRect();
+            const [left, top, width, height] = canvas.dataset.plot.split(",").map(Number);
+            return { x: box.left + left, y: box.top + top, width, height } }"""
         )
 
     def point(self, row: float, column: float, rows: float, columns: float) -> None:

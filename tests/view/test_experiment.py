@@ -189,7 +189,7 @@ def test_heads_temperature_pairs_and_tokens_change_map_and_prediction(live: Call
     tab.page.fill(".changes .token", "saw")
     tab.page.press(".changes .token", "Enter")
     check(tokens={2: "saw"})
-    chips = ["0·1 off", "temperature 2.000, all layers", "forbid 6 → 3, 1·2", "force 4 → 9, all layers"]
+    chips = ["0·1 off", "temperature 2.000, all layers", "forbid 6 and → 3 on, 1·2", "force 4 a → 9 saw, all layers"]
     assert tab.texts(".chip span") == [*chips, "token 2: sat → saw"]
     tab.page.fill(".changes .token", "two words")
     tab.page.press(".changes .token", "Enter")
@@ -225,7 +225,14 @@ def test_a_link_restores_text_and_experiment(live: Callable[[str], Tab], base: R
     check_map(tab, "difference", changed.weights(1, 2) - base.weights(1, 2))
     check_prediction(tab, base, changed, 4)
     assert tab.page.inner_text(".slider-label") == "after 4: a"
-    for bad in ('{"off": [["0", 99]]}', "[1", '{"off": 3}', '{"off": [["9", 0]]}'):  # ignored, like every invalid state
+    for bad in (
+        '{"off": [["0", 99]]}',
+        "[1",
+        '{"off": 3}',
+        '{"off": [["9", 0]]}',
+        '{"forbid": [["cross", -1, 0, 0]]}',
+        '{"forbid": [["", -1, 0, 0]]}',
+    ):  # ignored, like every invalid state
         live(f"view=experiment&experiment={quote(bad)}")
         assert tab.texts(".chip") == []
 
@@ -289,6 +296,108 @@ def test_generation_with_beams_and_a_slider_over_its_steps(live: Callable[[str],
         check_prediction(tab, chosen, chosen.ablate(*changed.changes), step)
 
 
+def test_the_likely_tokens_of_a_note_are_readable() -> None:
+    words = ["a", "\n", "\u05d0\u05d1", "\u202eb", " "]
+    names = tokenizers.Tokenizer(tokenizers.models.WordLevel({word: n for n, word in enumerate(words)}, unk_token="a"))
+    config = rg.models.LanguageConfig(len(words), d_model=8, layers=1, heads=1, d_hidden=8)
+    note = capture_text(rg.models.LanguageModel(config).eval(), names, "a").note.removeprefix("next: ")
+    shown = [each.rpartition(" ")[0] for each in note.split(", ")]
+    assert sorted(shown) == sorted(["a", "⏎", "\u2068\u05d0\u05d1\u2069", "\u2068\u202eb\u2069", "␣"])
+
+
+def test_labels_above_a_map_fit_into_it(live: Callable[[str], Tab]) -> None:
+    tab = live("view=experiment&attention=1&head=2")
+    room = tab.page.eval_on_selector(
+        "[data-map=left] canvas",
+        """(canvas) => { const [left, , width] = canvas.dataset.plot.split(",").map(Number);
+        return canvas.getBoundingClientRect().width - left - width }""",
+    )
+    assert room >= 10 * 6 * math.cos(math.radians(55))  # ten letters, rotated
+
+
+def test_a_server_that_was_started_again_gets_the_text_again(
+    live: Callable[[str], Tab], base: Record, session: Session
+) -> None:
+    tab = live("view=experiment&attention=1&head=2")
+    session.records.clear()
+    session.derived.clear()
+    tab.page.click("[data-switch='0/1']")
+    tab.page.wait_for_selector("[data-map=right]")
+    settle(tab)
+    check_map(tab, "right", base.ablate(Change(layer=0, head=1, factor=0.0)).weights(1, 2))
+    assert tab.page.inner_text(".status") == ""
+    tab.page.route("**/api/**", lambda route: route.abort())
+    tab.page.click("[data-switch='0/2']")
+    tab.page.wait_for_selector(".status.failed")
+    assert "the server does not answer" in tab.page.inner_text(".status")
+    assert not tab.page.is_visible("[data-map=left]")  # nothing stale, nothing that computes for ever
+    tab.page.unroute("**/api/**")
+    tab.page.click("[data-switch='0/2']")
+    tab.page.wait_for_selector("[data-map=right]")
+    settle(tab)
+    check_map(tab, "right", base.ablate(Change(layer=0, head=1, factor=0.0)).weights(1, 2))
+    tab.page.fill("textarea >> nth=0", "  ")
+    assert tab.page.inner_text(".busy") == "Type a text to see its attention."
+    tab.errors.clear()  # the browser reports refused and failed requests
+
+
+def test_a_beam_is_left_again(live: Callable[[str], Tab], base: Record) -> None:
+    tab = live("view=experiment&attention=1&head=2")
+    assert not tab.page.is_visible("[data-act=back]")
+    tab.page.click("[data-act=generate]")
+    tab.page.wait_for_selector(".beam")
+    assert tab.page.evaluate(
+        "() => document.querySelector('.beam').getBoundingClientRect().top < "
+        "document.querySelector('.prediction').getBoundingClientRect().bottom"
+    )
+    tab.page.click(".beam >> nth=0")
+    tab.page.wait_for_selector("[data-act=back]")
+    tab.page.click("[data-act=back]")
+    tab.page.wait_for_selector("[data-act=back]", state="hidden")
+    settle(tab)
+    check_map(tab, "left", base.weights(1, 2))
+
+
+def test_pairs_of_all_layers_are_those_of_the_shown_kind(browser: Any) -> None:
+    torch.manual_seed(0)
+    model = rg.models.Transformer(
+        rg.models.TransformerConfig(vocabulary=14, d_model=24, layers=2, heads=3, d_hidden=32)
+    )
+    source, target = torch.randint(2, 14, (1, 6)), torch.randint(2, 14, (1, 5))
+
+    def translated(text: str) -> Record:
+        with torch.no_grad(), capture(model.eval()) as record:
+            model(source, target)
+        return record.decode(tokenizer())
+
+    record = translated("")
+    encoder = next(n for n, captured in enumerate(record.attentions) if captured.kind == "encoder")
+    opened = Tab(browser)
+    with served(Session(translated, "a text")) as address:
+        opened.open(address, f"view=experiment&attention={encoder}&head=1")
+        settle(opened)
+        pick(opened, 5, 3, 6)  # a query that the decoder does not have
+        opened.page.select_option("[data-scope=pairs]", "all")
+        opened.page.click("[data-act=forbid]")
+        opened.page.wait_for_selector(".chip")
+        settle(opened)
+        texts = record.streams["source"].tokens
+        assert opened.texts(".chip span") == [f"forbid 5 {texts[5]} → 3 {texts[3]}, Encoder · all layers"]
+        changed = record.ablate(Change(kind="encoder", forbid=[(5, 3)]))
+        check_map(opened, "right", changed.weights(0, 1, kind="encoder"))
+        opened.page.click(".controls [data-key=cross]")
+        opened.page.wait_for_function("() => document.querySelector('[data-map=right] canvas').dataset.plot")
+        settle(opened)
+        weights = changed.weights(0, 1, kind="cross")
+        cells = [[row, column] for row in range(5) for column in range(6)]
+        found = opened.page.evaluate(READ, ["right", cells, 5, 6])
+        assert all(
+            is_rounded(shown, weights[row, column].item()) for (row, column), (shown,) in zip(cells, found, strict=True)
+        )
+    assert opened.errors == []
+    opened.context.close()
+
+
 def read_why(tab: Tab, side: int = 0) -> dict[str, str]:
     tab.page.wait_for_selector(f".why-side[data-side='{side}']")
     lines = tab.page.eval_on_selector_all(
@@ -336,7 +445,9 @@ def test_why_this_weight(live: Callable[[str], Tab], base: Record, shared: Tab, 
         check_why(shared, base, query, key)
     shared.page.keyboard.press("Escape")
     shared.page.wait_for_selector(".why", state="hidden")
-    tab = live(experiment({"temperature": [["1", 2]], "off": [["1", 2]], "forbid": [["", -1, 7, 2]]}, cell="7-3"))
+    tab = live(
+        experiment({"temperature": [["1", 2]], "off": [["1", 2]], "forbid": [["decoder", -1, 7, 2]]}, cell="7-3")
+    )
     changed = base.ablate(
         Change(layer=1, temperature=2.0), Change(layer=1, head=2, factor=0.0), Change(forbid=[(7, 2)])
     )

@@ -20,7 +20,18 @@ from tests.view.models import Attends
 
 pytest.importorskip("uvicorn")
 from regard.view.server import Session
-from tests.view.tooltips import MAP, Case, check_cell, is_rounded, look, read_all, record_of, served
+from tests.view.tooltips import (
+    MAP,
+    SIZES,
+    Case,
+    check_cell,
+    is_rounded,
+    look,
+    read_all,
+    read_experiment,
+    record_of,
+    served,
+)  # fmt: skip
 
 CASES = [
     ("saved", Case(30, "bidirectional")), ("server", Case(30, "cross")),
@@ -55,6 +66,8 @@ def test_printed_numbers_are_the_weights(
     else:
         url = write(tmp_path / "page.html", record_of(case).html())
     counts = read_all(opened, url, case)
+    if where == "server":
+        assert read_experiment(opened, url, case, SIZES[case.tokens][0] - 1, 0) > 100
     assert set(counts) >= {"map", "tokens", "image", "sound", "statistics"}
     assert sum(counts.values()) >= 500
 
@@ -71,8 +84,8 @@ def test_uniform_attention_has_one_colour_and_one_number(opened: Tab, tmp_path: 
     assert {re.search(r"eight\s+(\S+)", each)[1] for each in tips} == {f"{1 / 700:.6f}"}
     colours = opened.page.evaluate(
         """() => { const canvas = document.querySelector("canvas.plane"), ratio = devicePixelRatio || 1;
-        const [w, h] = [canvas.width - 126 * ratio, canvas.height - 94 * ratio];
-        const data = canvas.getContext("2d").getImageData(116 * ratio + 4, 84 * ratio + 4, w - 8, h - 8).data;
+        const [x, y, w, h] = canvas.dataset.plot.split(",").map((edge) => edge * ratio);
+        const data = canvas.getContext("2d").getImageData(x + 4, y + 4, w - 8, h - 8).data;
         const found = new Map();
         for (const each of new Uint32Array(data.buffer)) found.set(each, (found.get(each) ?? 0) + 1);
         return Math.max(...found.values()) / (data.length / 4) }"""

@@ -6,6 +6,7 @@
 from __future__ import annotations
 
 import asyncio
+import json
 import re
 import tempfile
 import threading
@@ -15,6 +16,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
+from urllib.parse import quote
 
 import torch
 from torch import Tensor, nn
@@ -28,14 +30,17 @@ from tests.view.models import Attends
 SIZES = {30: (2, 3), 100: (12, 12), 513: (3, 12), 5003: (1, 2)}  # tokens: layers, heads
 PATTERNS = ("causal", "bidirectional", "uniform", "cross")
 
-# Move the pointer to places of the map, in shares of its sides, and read the tooltip at each.
-MAP = """(places) => { const canvas = document.querySelector("canvas.plane"), box = canvas.getBoundingClientRect();
+# Move the pointer to places of a map, in shares of its sides, and read the tooltip at each.
+MAP_AT = """([selector, places]) => {
+  const canvas = document.querySelector(selector), box = canvas.getBoundingClientRect();
+  const [left, top, width, height] = canvas.dataset.plot.split(",").map(Number);
   const read = ([x, y]) => {
-    const at = { clientX: box.left + 116 + x * (box.width - 126), clientY: box.top + 84 + y * (box.height - 94) };
+    const at = { clientX: box.left + left + x * width, clientY: box.top + top + y * height };
     canvas.dispatchEvent(new PointerEvent("pointermove", { ...at, bubbles: true }));
     return document.querySelector(".tip").innerText;
   };
   return places.map(read) }"""
+MAP = f"(places) => ({MAP_AT})(['canvas.plane', places])"
 # Point at the first tokens of both columns; read the tooltip, the panel and the numbers next to the other column.
 TOKENS = """async (count) => { const found = [];
   const texts = (selector) => [...document.querySelectorAll(selector)].map((one) => one.innerText);
@@ -102,12 +107,13 @@ class Case:
     def text(self) -> str:
         return f"{self.tokens} {self.pattern}"
 
-    def weights(self, layer: int, head: int, rows: slice, columns: slice) -> Tensor:
+    def weights(self, layer: int, head: int, rows: slice, columns: slice, temperature: float = 1.0) -> Tensor:
         """(rows, columns), by `Attention.weights`."""
         if self.tokens <= 513:
-            return whole_weights(self, layer)[head, rows, columns]
+            return whole_weights(self, layer, temperature)[head, rows, columns]
         attend, queries, keys = inputs(self)
         key = queries[layer] if keys[layer] is None else keys[layer]
+        attend = attend.replace(temperature=temperature)
         return attend.weights(queries[layer], key, heads=[head], rows=rows, columns=columns)[0, 0]
 
 
@@ -123,16 +129,17 @@ def inputs(case: Case) -> tuple[rg.Attention, list[Tensor], list[Tensor | None]]
 
 
 @cache
-def whole_weights(case: Case, layer: int) -> Tensor:
+def whole_weights(case: Case, layer: int, temperature: float = 1.0) -> Tensor:
     """(heads, queries, keys)"""
     attend, queries, keys = inputs(case)
+    attend = attend.replace(temperature=temperature)
     return attend.weights(queries[layer], queries[layer] if keys[layer] is None else keys[layer])[0]
 
 
 def record_of(case: Case) -> Record:
     """A record that has every view: its keys are patches of an image, and moments of a spectrogram as well."""
     attend, queries, keys = inputs(case)
-    model = Layers(attend, len(queries))
+    model = Layers(attend, len(queries)).eval()
     with capture(model) as record:
         model(queries, keys)
     record.set_spectrogram(torch.rand(50, 8), 10.0)
@@ -170,11 +177,13 @@ def is_rounded(shown: str, number: float, *, digits: int = 4, slack: float = 3e-
     return few and abs(float(shown) - number) <= step / 2 + slack * abs(number)
 
 
-def check_cell(tip: str, weights: Callable[[slice, slice], Tensor], word: str = "eight", slack: float = 3e-6) -> None:
-    """A tooltip that names queries and keys, compared with the mean of their weights."""
+def check_cell(
+    tip: str, weights: Callable[..., Tensor], word: str = "eight", slack: float = 3e-6, most: float = 0.0
+) -> None:
+    """A tooltip that names queries and keys, compared with the mean of their weights; most: an absolute tolerance."""
     sides = [re.search(rf"{name} (\d+)(?:–(\d+))?\s", tip) for name in ("Quer(?:y|ies)", "Keys?")]
     parts = [slice(int(side[1]), int(side[2] or side[1]) + 1) for side in sides]
-    values = re.findall(r"^((?:Pooled |\w)\w*)\s+(<?[\d.]+(?:e-\d+)?)\s*$", tip, re.MULTILINE)
+    values = re.findall(r"^((?:Pooled |\w)\w*)\s+(<?-?[\d.]+(?:e-\d+)?)\s*$", tip, re.MULTILINE)
     values = [(name, shown) for name, shown in values if word in name]
     assert len(values) == 1, tip
     name, shown = values[0]
@@ -183,7 +192,8 @@ def check_cell(tip: str, weights: Callable[[slice, slice], Tensor], word: str = 
     if heights != [1, 1]:
         assert f"mean of {heights[0]} x {heights[1]} " in tip, tip
     mean = weights(*parts).double().mean().item()
-    assert is_rounded(shown, mean, slack=slack), f"{tip}\nis {mean}"
+    near = most > 0 and abs(float(shown.replace("<", "")) - mean) <= most
+    assert near or is_rounded(shown, mean, slack=slack), f"{tip}\nis {mean}"
 
 
 def read_map(tab: Tab, url: str, case: Case, layer: int, head: int, window: int | None = None) -> int:
@@ -321,6 +331,64 @@ def read_rollout(tab: Tab, url: str, case: Case) -> int:
     return len(tips)
 
 
+def read_experiment(tab: Tab, url: str, case: Case, layer: int, head: int) -> int:
+    """Tooltips of the map, of one at another temperature and of their difference, and the steps of a weight."""
+    hotter = 2.0
+    query, key = case.tokens - 3, case.keys // 2
+    given = quote(json.dumps({"temperature": [["", hotter]]}))
+    address = f"view=experiment&attention={layer}&head={head}&experiment={given}"
+    random, numbers = torch.Generator().manual_seed(case.tokens), 0
+
+    def difference(rows: slice, columns: slice) -> Tensor:
+        changed, original = (case.weights(layer, head, rows, columns, degree) for degree in (hotter, 1.0))
+        return changed.double() - original.double()
+
+    for layout, names in (("both", ("left", "right")), ("difference", ("difference",))):
+        tab.open(url, f"{address}&layout={layout}&cell={query}-{key}")
+        tab.page.wait_for_selector(f"[data-map={names[-1]}] canvas")
+        tab.page.wait_for_selector(".why-side[data-side='1'] .why-line")
+        tab.page.wait_for_timeout(400)
+        for name in names:
+            places = torch.rand(40, 2, generator=random).tolist()
+            for tip in tab.page.evaluate(MAP_AT, [f"[data-map={name}] canvas", places]):
+                if name == "difference":
+                    check_cell(tip, difference, "ifference", most=2e-7)
+                else:
+                    degree = hotter if name == "right" else 1.0
+                    check_cell(tip, lambda rows, columns, t=degree: case.weights(layer, head, rows, columns, t))
+                numbers += 1
+    return numbers + read_why(tab, case, layer, head, query, key, (1.0, hotter))
+
+
+def read_why(
+    tab: Tab, case: Case, layer: int, head: int, query: int, key: int, temperatures: tuple[float, float]
+) -> int:
+    """The steps of one weight, from queries and keys in float64, on both sides."""
+    _, queries, keys = inputs(case)
+    k = (queries if keys[layer] is None else keys)[layer][0, head].double()  # type: ignore[index]
+    products = k @ queries[layer][0, head, query].double()
+    scores = products / 8**0.5
+    if case.pattern == "causal":
+        scores[query + 1 :] = -torch.inf
+    for side, temperature in enumerate(temperatures):
+        lines = tab.page.eval_on_selector_all(
+            f".why-side[data-side='{side}'] .why-line",
+            "(all) => all.map((one) => [...one.children].map((part) => part.innerText))",
+        )
+        shown = {line[0]: line[1].lstrip("×÷+ ") for line in lines}
+        logits = scores / temperature
+        weight = case.weights(layer, head, slice(query, query + 1), slice(key, key + 1), temperature).item()
+        length = k[key].norm().item()  # values are keys
+        expected = {
+            "Product": products[key], "Scale": 8**-0.5, "Score": scores[key], "Temperature": temperature,
+            "Logit": logits[key], "Log-sum-exp": logits.logsumexp(0), "Weight": weight, "Value length": length,
+            "Contribution": weight * length,
+        }  # fmt: skip
+        for name, number in expected.items():
+            assert is_rounded(shown[name], float(number)), (name, shown[name], float(number))
+    return len(temperatures) * len(expected)
+
+
 def read_all(tab: Tab, url: str, case: Case) -> Counter[str]:
     """Every view of a page. The counts of the numbers that were compared, by view."""
     layers, heads = SIZES[case.tokens]
@@ -348,6 +416,7 @@ def main() -> None:
                 saved = write(Path(folder) / "page.html", record_of(case).html())
                 session.run(case.text)
                 counts = read_all(tab, saved, case) + read_all(tab, server, case)
+                counts["experiment"] += read_experiment(tab, server, case, SIZES[tokens][0] - 1, SIZES[tokens][1] - 1)
                 total += counts
                 print(f"{case.text:20}", *(f"{view} {count}" for view, count in counts.items()), flush=True)
                 assert tab.errors == []

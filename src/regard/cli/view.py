@@ -90,7 +90,7 @@ def _capture_prediction(predictor: Predictor, given: str) -> Any:
     if prediction is None:
         raise UserError(bad.first[0] if bad.first else "the model made no prediction for this input")
     record.text = given
-    record.note = prediction.output + ("" if prediction.score is None else f" ({prediction.score:.2f})")
+    record.note = prediction.output + ("" if prediction.score is None else f" (score {prediction.score:.2f})")
     predictor.name_tokens(record, prediction)
     return record
 

@@ -14,6 +14,7 @@ from regard.nn.generate import Beam
 from regard.view.capture import capture
 from regard.view.inputs import data_url
 from regard.view.record import Record
+from regard.view.token_labels import isolate, label
 
 
 @torch.no_grad()
@@ -95,8 +96,8 @@ def capture_image(model: nn.Module, path: str | os.PathLike[str], *, mean: float
 
 def _best(logits: Tensor, tokenizer: Any, count: int = 5) -> str:
     chances, tokens = logits.float().softmax(-1).topk(min(count, logits.shape[-1]))
-    words = [tokenizer.decode([token]) for token in tokens.tolist()]
-    return ", ".join(f"{word.strip()} {chance:.0%}" for word, chance in zip(words, chances.tolist(), strict=True))
+    words = [isolate(label(tokenizer.decode([token]))) for token in tokens.tolist()]
+    return ", ".join(f"{word} {chance:.0%}" for word, chance in zip(words, chances.tolist(), strict=True))
 
 
 def _class(logits: Tensor) -> str:

@@ -24,6 +24,19 @@ def label(token: str) -> str:
     return text if len(text) <= LONGEST else text[: LONGEST - 1] + "…"
 
 
+def isolate(text: str) -> str:
+    """Return a text that does not reorder the text around it, if it has letters or controls of right-to-left text.
+
+    >>> from regard.view.token_labels import isolate
+    >>> isolate("ab"), ascii(isolate("\u05d0"))
+    ('ab', "'\\u2068\\u05d0\\u2069'")
+    """
+    from unicodedata import bidirectional
+
+    reorders = any(bidirectional(letter) in ("R", "AL", "RLE", "RLO", "RLI", "LRE", "LRO", "PDF") for letter in text)
+    return f"\u2068{text}\u2069" if reorders else text
+
+
 def display_width(text: str) -> int:
     """Return the number of monospaced columns of a text; Chinese, Japanese and Korean characters take two.
 

@@ -189,9 +189,9 @@ RUNS = ("experiment", "generate", "open")  # requests that run the model or comp
 
 
 def read_change(given: Any) -> Change:
-    """Read a change as the page sends it: {attention, heads, factor, temperature, forbid, force}."""
+    """Read a change as the page sends it: {attention, kind, heads, factor, temperature, forbid, force}."""
     names = {"attention": "layer", "heads": "head"} | {
-        name: name for name in ("factor", "temperature", "forbid", "force")
+        name: name for name in ("kind", "factor", "temperature", "forbid", "force")
     }
     if not isinstance(given, dict) or set(given) - set(names):
         raise RequestError(422, f"a change must be an object of {', '.join(names)}")

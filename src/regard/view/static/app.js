@@ -176,12 +176,22 @@ export function start(root, source, { language = "en", address = false, keys = r
       update();
     },
     help: () => help.open(app.t),
+    // Send the text again to a server that no longer has it, since it was started again or holds newer ones; once.
+    recover(error) {
+      const { canRun, about } = app.source;
+      if (error?.status !== 410 || !canRun || !about.text || lost === about.record) return false;
+      lost = about.record;
+      app.run(about.text);
+      return true;
+    },
     showError(error) {
+      if (app.recover(error)) return;
       console.error(error);
       notify(app.t("error", { reason: error?.message ?? String(error) }));
     },
   };
   let running = 0;
+  let lost = null; // the record that the server did not have
   const markLive = () => (app.source.about.live = Boolean(live) && app.source.live && Boolean(app.source.about.record && app.source.about.batch));
 
   const dark = () => (app.theme === "auto" ? system.matches : app.theme === "dark");

@@ -4,14 +4,15 @@ import { number, short } from "./text.js";
 
 const GAP = 9.5; // least distance of labels, in pixels
 
-export function axes(field, view, size, level, palette, top) {
+// letters: most letters of a label above the map.
+export function axes(field, view, size, level, palette, top, letters) {
   const labelled = [];
   const down = size.height / (view.bottom - view.top);
   const across = size.width / (view.right - view.left);
-  for (const [token, text, strong] of labels(view.top, view.bottom, down, field.rowText, field.rowMarks)) {
+  for (const [token, text, strong] of labels(view.top, view.bottom, down, field.rowText, field.rowMarks, 15)) {
     labelled.push({ x: -8, y: (token + 0.5 - view.top) * down, text, strong, size: Math.min(11, Math.max(9.5, down)), align: "right" });
   }
-  for (const [token, text, strong] of labels(view.left, view.right, across, field.columnText, field.columnMarks)) {
+  for (const [token, text, strong] of labels(view.left, view.right, across, field.columnText, field.columnMarks, letters)) {
     labelled.push({ x: (token + 0.5 - view.left) * across, y: -8, text, strong, size: Math.min(11, Math.max(9.5, across)), align: "left", rotation: -55 });
   }
   labelled.push({ x: -8, y: -12, text: field.corner, size: 11, align: "right", soft: true });
@@ -32,11 +33,11 @@ export function axes(field, view, size, level, palette, top) {
 }
 
 // Token texts where they fit, otherwise positions at round steps; matches of the search are highlighted.
-function labels(from, to, pixels, text, marks) {
+function labels(from, to, pixels, text, marks, letters) {
   const labelled = [];
   if (pixels >= GAP) {
     for (let token = Math.max(0, Math.floor(from)); token < to; token++) {
-      if (token + 0.5 >= from && token + 0.5 <= to) labelled.push([token, short(text(token), 15), marks.has(token)]);
+      if (token + 0.5 >= from && token + 0.5 <= to) labelled.push([token, short(text(token), letters), marks.has(token)]);
     }
     return labelled;
   }
@@ -48,7 +49,7 @@ function labels(from, to, pixels, text, marks) {
   let last = -Infinity;
   for (const token of [...marks].sort((a, b) => a - b)) {
     if (token < from || token >= to || (token - last) * pixels < GAP) continue;
-    labelled.push([token, short(text(token), 15), true]);
+    labelled.push([token, short(text(token), letters), true]);
     last = token;
   }
   const taken = labelled.map(([token]) => token);

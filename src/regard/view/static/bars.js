@@ -29,7 +29,7 @@ export function createHeader(app) {
   const live = el("div", { class: "live", hidden: true }, text, busy);
   const run = debounce(() => text.value.trim() && app.run(text.value), 300);
   text.addEventListener("input", () => {
-    busy.textContent = text.value.trim() ? app.t("text.busy") : "";
+    busy.textContent = app.t(text.value.trim() ? "text.busy" : "text.empty");
     app.stale(text.value.trim() ? "busy" : "failed");
     run();
   });
@@ -157,7 +157,7 @@ export function createControls(app) {
         layer.set(t("layer"), app.attentions().map(({ id, layer: n }) => [id, String(n)]), attention.id, t);
         head.set(t("head"), attention.heads.map((n) => [String(n), String(n)]), String(state.head), t);
         formula.textContent = attention.formula ?? "";
-        formula.title = attention.name ?? "";
+        formula.title = [attention.name, attention.formula].filter(Boolean).join(": ");
       }
       sort.set(t("sort"), SORTS.map((name) => [name, ["layer", "found"].includes(name) ? t(`sort.${name}`) : t(name)]), state.sort);
       order.textContent = state.down ? "↓" : "↑";

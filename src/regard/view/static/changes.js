@@ -1,8 +1,9 @@
 // An experiment as plain data, its text in the link, and the request for it.
-//   off: [attention, head]; temperature: [attention or "", number]; forbid, force: [attention or "", head or -1, query, key];
-//   edits: [stream, position, text]
+//   off: [attention, head]; temperature: [attention or "", number]; edits: [stream, position, text]
+//   forbid, force: [attention, head or -1, query, key], where a kind instead of an attention means all its layers
 export const NOTHING = { off: [], temperature: [], forbid: [], force: [], edits: [] };
 const MOST = 256;
+const KINDS = ["encoder", "decoder", "cross"];
 
 const whole = (value) => Number.isInteger(value) && value >= 0 && value < 1e9;
 const id = (value) => typeof value === "string" && /^\d{0,6}$/.test(value);
@@ -15,7 +16,8 @@ const FORMS = {
 };
 
 function isPair(entry) {
-  return entry.length === 4 && id(entry[0]) && (entry[1] === -1 || whole(entry[1])) && whole(entry[2]) && whole(entry[3]);
+  const all = KINDS.includes(entry[0]);
+  return entry.length === 4 && (all || (id(entry[0]) && entry[0] !== "")) && (entry[1] === -1 || (!all && whole(entry[1]))) && whole(entry[2]) && whole(entry[3]);
 }
 
 // Parse the text of a link; undefined if it is not an experiment.
@@ -48,8 +50,12 @@ export function isEmpty(experiment) {
 // Drop entries that the document does not have.
 export function fit(experiment, about) {
   const find = (attention) => about.attentions.find((one) => one.id === attention);
+  const ofKind = (kind) => {
+    const found = about.attentions.filter((one) => one.kind === kind);
+    return found.length ? found : [null];
+  };
   const pairs = ([attention, head, query, key]) =>
-    (attention === "" ? about.attentions : [find(attention)]).every((one) => one && query < one.Q && key < one.K && (head < 0 || one.heads.includes(head)));
+    (KINDS.includes(attention) ? ofKind(attention) : [find(attention)]).every((one) => one && query < one.Q && key < one.K && (head < 0 || one.heads.includes(head)));
   const keep = {
     off: ([attention, head]) => find(attention)?.heads.includes(head),
     temperature: ([attention]) => attention === "" || find(attention),
@@ -75,7 +81,7 @@ export function put(experiment, name, start, value) {
 }
 
 export function toRequest({ off, temperature, forbid, force, edits }) {
-  const where = (attention) => (attention === "" ? {} : { attention });
+  const where = (attention) => (attention === "" ? {} : KINDS.includes(attention) ? { kind: attention } : { attention });
   const pair = (name) => ([attention, head, query, key]) => ({ ...where(attention), ...(head < 0 ? {} : { heads: [head] }), [name]: [[query, key]] });
   const tokens = {};
   for (const [stream, position, text] of edits) (tokens[stream] ??= {})[position] = text;

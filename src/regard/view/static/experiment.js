@@ -124,6 +124,7 @@ export function experimentView(app) {
     let right = null;
     let failure = null;
     const levels = [whole(left)];
+    levels[0].catch(() => null); // reported below
     try {
       const found = await rightSide(attention);
       if (now !== latest) return;
@@ -132,15 +133,31 @@ export function experimentView(app) {
         levels.push(whole(right));
       }
     } catch (error) {
-      known = { key: "", right: null };
       failure = error;
     }
-    const [ours, theirs] = await Promise.all(levels);
+    let [ours, theirs] = [null, null];
+    try {
+      [ours, theirs] = await Promise.all(levels);
+    } catch (error) {
+      failure = error;
+    }
     if (now !== latest) return;
     delete element.dataset.busy;
+    if (failure) {
+      known = { key: "", right: null };
+      if (app.recover(failure)) return;
+      status.textContent = t("text.failed", { reason: failure.message });
+      status.classList.add("failed");
+    }
+    if (!ours) {
+      for (const { box } of planes) box.hidden = true;
+      prediction.element.hidden = true;
+      why.hide();
+      return;
+    }
     const same = right && right.attention.Q === attention.Q && right.attention.K === attention.K;
     const difference = right && state.layout === "difference";
-    status.textContent = failure ? "" : !right ? t(`compare.${state.compare}.none`) : difference && !same ? t("difference.none") : "";
+    if (!failure) status.textContent = !right ? t(`compare.${state.compare}.none`) : difference && !same ? t("difference.none") : "";
     const one = Boolean(difference && same);
     const visible = { left: !one, right: Boolean(right) && !one, difference: one };
     for (const { name: which, box } of planes) box.hidden = !visible[which]; // before maps measure their room
@@ -152,10 +169,6 @@ export function experimentView(app) {
         window: async (...part) => subtract(...(await Promise.all([left.window(...part), right.window(...part)]))),
         rowText: (n) => both(left.rowText(n), right.rowText(n)), columnText: (n) => both(left.columnText(n), right.columnText(n)),
       });
-    }
-    if (failure) {
-      status.textContent = t("text.failed", { reason: failure.message });
-      status.classList.add("failed");
     }
     const titles = [name, right?.title ?? ""];
     const predicts = state.compare !== "head";

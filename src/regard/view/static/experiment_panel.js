@@ -46,9 +46,9 @@ export function createPanelOfChanges(app) {
   });
 
   function changePair(name) {
-    const { cell, attention, head, experiment } = app.state;
+    const { cell, kind, attention, head, experiment } = app.state;
     if (!cell) return;
-    const start = { head: [attention, head], layer: [attention, -1], all: ["", -1] }[where.value];
+    const start = { head: [attention, head], layer: [attention, -1], all: [kind, -1] }[where.value];
     const entry = [...start, ...cell];
     const opposite = name === "forbid" ? "force" : "forbid";
     const key = JSON.stringify(entry);
@@ -102,18 +102,26 @@ export function createPanelOfChanges(app) {
   function chips() {
     const { t, state, source } = app;
     const { off, temperature, forbid, force, edits } = state.experiment;
-    const layer = (id) => {
-      const found = source.about.attentions.find((one) => one.id === id);
-      return found ? `${source.about.attentions.some(({ kind }) => kind !== found.kind) ? `${t(`kind.${found.kind}`)} ` : ""}${found.layer}` : "";
+    // Where a change applies: an attention by its id, all of a kind, or all.
+    const place = (where, head) => {
+      if (where === "") return t("scope.all");
+      const found = source.about.attentions.find(({ id, kind }) => id === where || kind === where);
+      const kind = source.about.attentions.some((one) => one.kind !== found.kind) ? t(`kind.${found.kind}`) : "";
+      if (where !== found.kind && head >= 0) return `${kind} ${found.layer}·${head}`.trim();
+      return [kind, where === found.kind ? t("scope.all") : `${t("layer").toLowerCase()} ${found.layer}`].filter(Boolean).join(" · ");
     };
-    const place = (attention, head) => (attention === "" ? t("scope.all") : head < 0 ? `${t("layer")} ${layer(attention)}` : `${layer(attention)}·${head}`);
+    const pair = ([where, head, query, key]) => {
+      const { queries, keys } = source.about.attentions.find(({ id, kind }) => id === where || kind === where);
+      const name = (stream, token) => `${token} ${short(app.text(stream, token), 12)}`;
+      return { place: place(where, head), query: name(queries, query), key: name(keys, key) };
+    };
     const chip = (name, entry, text) => el("li", { class: "chip", "data-change": name }, el("span", { text }), el("button", {
       type: "button", "aria-label": t("remove", { text }), title: t("remove", { text }), text: "✕", on: { click: () => change(toggle(state.experiment, name, entry)) },
     }));
     list.replaceChildren(
       ...off.map((entry) => chip("off", entry, t("chip.off", { place: place(...entry) }))),
       ...temperature.map((entry) => chip("temperature", entry, t("chip.temperature", { place: place(entry[0], -1), value: number(entry[1]) }))),
-      ...["forbid", "force"].flatMap((name) => state.experiment[name].map((entry) => chip(name, entry, t(`chip.${name}`, { place: place(entry[0], entry[1]), query: entry[2], key: entry[3] })))),
+      ...["forbid", "force"].flatMap((name) => state.experiment[name].map((entry) => chip(name, entry, t(`chip.${name}`, pair(entry))))),
       ...edits.map((entry) => chip("edits", entry, t("chip.edit", { position: entry[1], before: short(app.text(entry[0], entry[1]), 12), after: short(entry[2], 12) }))),
     );
     list.hidden = isEmpty({ off, temperature, forbid, force, edits });

@@ -5,7 +5,12 @@ import { LIVE } from "./live_parts.js";
 import { createSource, unpackDocument } from "./source.js";
 
 async function post(path, body) {
-  const answer = await fetch(path, { method: "POST", headers: { "Content-Type": "application/json" }, body: JSON.stringify(body) });
+  let answer;
+  try {
+    answer = await fetch(path, { method: "POST", headers: { "Content-Type": "application/json" }, body: JSON.stringify(body) });
+  } catch {
+    throw new Error("the server does not answer; is regard serve still running?");
+  }
   if (!answer.ok) {
     const text = await answer.text();
     let reason = text;
@@ -14,7 +19,7 @@ async function post(path, body) {
     } catch {
       // a proxy may answer without JSON
     }
-    throw new Error(reason.slice(0, 200) || `${answer.status}`);
+    throw Object.assign(new Error(reason.slice(0, 200) || `${answer.status}`), { status: answer.status });
   }
   return answer;
 }

@@ -15,7 +15,8 @@ const CELLS = 192; // rows and columns requested from a live source per window
 // value: a key of words.json, "weight" by default; `${value}.pooled` and `${value}.mean` must be keys as well; diverging:
 // whether the numbers are differences}. bare: without the panel. onPick({query, key}): called when a cell is clicked.
 export function createPlane(app, onWindow, { bare = false, onPick = null, aside = null } = {}) {
-  const [LEFT, TOP] = [116, bare ? 66 : 84]; // room for labels
+  const [LEFT, TOP, RIGHT] = bare ? [116, 66, 44] : [116, 84, 56]; // room for labels
+  const letters = bare ? 10 : 14; // of a label above the map
   const canvas = el("canvas", { class: "plane", tabindex: "0", role: "application" });
   const readout = el("output", { class: "readout", "aria-live": "polite" });
   const scale = el("div", { class: "legend" });
@@ -69,14 +70,14 @@ export function createPlane(app, onWindow, { bare = false, onPick = null, aside 
 
   function measure() {
     const room = box.getBoundingClientRect();
-    const most = { width: Math.max(160, room.width - LEFT - EDGE), height: Math.max(160, room.height - TOP - EDGE - 44) };
+    const most = { width: Math.max(160, room.width - LEFT - RIGHT), height: Math.max(160, room.height - TOP - EDGE - 44) };
     const shape = Math.min(2, Math.max(0.5, field.K / field.Q));
     const height = Math.min(most.height, most.width / shape);
     size = { width: Math.floor(height * shape), height: Math.floor(height) };
     const ratio = devicePixelRatio || 1;
-    canvas.width = Math.round((size.width + LEFT + EDGE) * ratio);
+    canvas.width = Math.round((size.width + LEFT + RIGHT) * ratio);
     canvas.height = Math.round((size.height + TOP + EDGE) * ratio);
-    canvas.style.width = `${size.width + LEFT + EDGE}px`;
+    canvas.style.width = `${size.width + LEFT + RIGHT}px`;
     canvas.style.height = `${size.height + TOP + EDGE}px`;
     canvas.dataset.plot = [LEFT, TOP, size.width, size.height];
   }
@@ -106,7 +107,7 @@ export function createPlane(app, onWindow, { bare = false, onPick = null, aside 
     context.setTransform(ratio, 0, 0, ratio, LEFT * ratio, TOP * ratio);
     const style = getComputedStyle(element);
     const ink = (name) => style.getPropertyValue(name).trim();
-    for (const part of axes(field, view, size, visible, palette, top)) {
+    for (const part of axes(field, view, size, visible, palette, top, letters)) {
       context.save();
       context.translate(part.x, part.y);
       if (part.rotation) context.rotate((part.rotation * Math.PI) / 180);
@@ -339,7 +340,7 @@ export function createPlane(app, onWindow, { bare = false, onPick = null, aside 
       plot.getContext("2d").putImageData(raster(visible, view, plot.width, plot.height, palette, top), 0, 0);
       const inside = svg("g", { transform: `translate(${LEFT} ${TOP})` });
       inside.append(svg("image", { width: size.width, height: size.height, href: plot.toDataURL() }));
-      for (const part of axes(field, view, size, visible, palette, top)) {
+      for (const part of axes(field, view, size, visible, palette, top, letters)) {
         inside.append(
           svg("text", {
             transform: `translate(${part.x} ${part.y})${part.rotation ? ` rotate(${part.rotation})` : ""}`,
@@ -350,7 +351,7 @@ export function createPlane(app, onWindow, { bare = false, onPick = null, aside 
         );
       }
       const bar = colourBar(LEFT, size.height + TOP + 18, palette, valueName(isSingle(visible)), [field.diverging ? scaleText(-top) : "0", scaleText(top)]);
-      return svg("svg", { width: Math.max(440, size.width + LEFT + EDGE), height: size.height + TOP + 40 }, inside, bar);
+      return svg("svg", { width: Math.max(440, size.width + LEFT + RIGHT), height: size.height + TOP + 40 }, inside, bar);
     },
   };
   new ResizeObserver(oncePerFrame(() => plane.resize())).observe(box);

@@ -7,15 +7,17 @@ export function createPrediction(app) {
   const slider = el("input", { type: "range", class: "slider", min: 0, step: 1 });
   const label = el("span", { class: "slider-label" });
   const table = el("div", { class: "prediction-table" });
-  const counts = { tokens: el("input", { type: "number", min: 1, max: 64, value: 8 }), beams: el("input", { type: "number", min: 1, max: 8, value: 2 }) };
+  const counts = { tokens: el("input", { type: "number", min: 1, max: 64, value: 16 }), beams: el("input", { type: "number", min: 1, max: 8, value: 2 }) };
   const names = { tokens: el("span"), beams: el("span") };
   const start = el("button", { type: "button", class: "button", "data-act": "generate", on: { click: generate } });
+  const back = el("button", { type: "button", class: "button", "data-act": "back", on: { click: () => app.open({ record: origin }) } });
   const beams = el("div", { class: "beams" });
-  const bar = el("div", { class: "generate" }, start, ...["tokens", "beams"].map((name) => el("label", { class: "picker" }, names[name], counts[name])));
+  const bar = el("div", { class: "generate" }, back, start, ...["tokens", "beams"].map((name) => el("label", { class: "picker" }, names[name], counts[name])));
   const element = el("section", { class: "prediction card" }, title, el("div", { class: "bar" }, slider, label), table, bar, beams);
   let shown = null; // {left, right, titles}
   let latest = 0;
   let generated = "";
+  let origin = null; // the record of the text, while a beam is shown
   slider.addEventListener("input", oncePerFrame(() => {
     const position = Number(slider.value);
     app.set({ position: position === Number(slider.max) ? null : position });
@@ -28,10 +30,16 @@ export function createPrediction(app) {
     return el("td", { class: "chance" }, fill, el("span", { text: number(value) }));
   }
 
+  function openBeam(record) {
+    if (!app.source.about.prompt) origin = app.source.about.record;
+    app.open({ record });
+  }
+
   async function generate() {
     const { left, right, titles } = shown;
     const now = (generated = String(Math.random()));
     beams.replaceChildren(el("p", { class: "muted", text: app.t("text.busy") }));
+    beams.scrollIntoView({ block: "nearest" });
     try {
       const body = { tokens: Number(counts.tokens.value), beams: Number(counts.beams.value) };
       const parts = [];
@@ -39,12 +47,13 @@ export function createPrediction(app) {
         const answer = await app.source.ask("generate", { record, ...body });
         if (now !== generated) return;
         parts.push(
-          el("h3", { text: titles[n] }),
+          el("h3", {}, titles[n], el("small", { class: "muted", text: app.t("beam.score") })),
           el("ol", {}, answer.beams.map((beam) => el("li", {}, el("button", {
-            type: "button", class: "beam", "data-record": beam.record, title: app.t("beam.open"), on: { click: () => app.open({ record: beam.record }) },
+            type: "button", class: "beam", "data-record": beam.record, title: app.t("beam.open"), on: { click: () => openBeam(beam.record) },
           }, el("bdi", { text: visible(beam.text) }), el("span", { class: "row-value", text: number(beam.score) }))))),
         );
         beams.replaceChildren(...parts);
+        beams.scrollIntoView({ block: "nearest" });
       }
     } catch (error) {
       if (now !== generated) return;
@@ -81,6 +90,8 @@ export function createPrediction(app) {
       label.textContent = t(generates ? "position.after" : "position.at", { position, token: short(tokenText(position), 24) });
       slider.setAttribute("aria-valuetext", label.textContent);
       bar.hidden = !generates;
+      back.hidden = !prompt || !origin;
+      back.textContent = t("beam.back");
       start.textContent = t("generate");
       for (const name of ["tokens", "beams"]) names[name].textContent = t(`generate.${name}`);
       if (answer.kind === "vectors" || answer.kind === null) {
