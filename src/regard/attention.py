@@ -289,7 +289,8 @@ class Attention(Description):
         intervention = None if torch.compiler.is_compiling() else INTERVENTION.get()
         if intervention is None:
             return self, None
-        return intervention(self, *broadcast_batch(query, key), again)
+        query, key = broadcast_batch(query, key)
+        return intervention(self, query, key, again)
 
     def weights(
         self, query: Tensor, key: Tensor, *, rows: Index = None, columns: Index = None, heads: Index = None

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import math
+import re
 from collections.abc import Callable, Iterator
 from typing import Any
 from urllib.parse import quote
@@ -294,6 +295,19 @@ def test_generation_with_beams_and_a_slider_over_its_steps(live: Callable[[str],
         tab.page.wait_for_function("(text) => document.querySelector('.slider-label').textContent === text", arg=label)
         settle(tab)
         check_prediction(tab, chosen, chosen.ablate(*changed.changes), step)
+
+
+def test_a_saved_picture_names_both_maps_and_the_changes(live: Callable[[str], Tab], tmp_path: Any) -> None:
+    tab = live(experiment({"off": [["0", 1]], "temperature": [["", 2]]}))
+    with tab.page.expect_download() as download:
+        tab.page.click("[data-act=svg]")
+    download.value.save_as(tmp_path / "out.svg")
+    texts = re.findall(r"<text[^>]*>([^<]*)</text>", (tmp_path / "out.svg").read_text("utf-8"))
+    plain = [text.strip("\u2068\u2069") for text in texts]
+    assert [each for each in plain if each in ("Original", "Changed")] == ["Original", "Changed"]
+    assert plain[-2:] == ["0·1 off", "temperature 2.000, all layers"]
+    widths = [int(each) for each in re.findall(r'<svg[^>]* width="(\d+)"', (tmp_path / "out.svg").read_text("utf-8"))]
+    assert widths[1] == widths[2] + widths[3]
 
 
 def test_the_likely_tokens_of_a_note_are_readable() -> None:

@@ -1,10 +1,11 @@
 // Experiments on a live model: changes, and two maps side by side or their difference, with predictions and reasons.
 import { isEmpty, NOTHING, toRequest } from "./changes.js";
-import { choice, el, setOptions } from "./dom.js";
+import { choice, el, setOptions, svg } from "./dom.js";
 import { level } from "./levels.js";
 import { createPlane } from "./plane.js";
 import { createPrediction } from "./prediction.js";
 import { createPanelOfChanges } from "./experiment_panel.js";
+import { isolate } from "./text.js";
 import { createWhy } from "./why.js";
 
 const CELLS = 192; // rows and columns of the maps before they are zoomed
@@ -200,7 +201,25 @@ export function experimentView(app) {
       known = { key: "", right: null };
     },
     focus: () => changes.element.querySelector("button")?.focus(),
-    figure: async () => planes.find(({ box }) => !box.hidden && box.dataset.map !== "left")?.plane.figure() ?? planes[0].plane.figure(),
+    // The maps that are shown, each below its title, and the changes.
+    async figure() {
+      const whole = svg("svg", {});
+      let [width, height] = [0, 0];
+      for (const { plane, title, box } of planes) {
+        if (box.hidden) continue;
+        const drawing = plane.figure();
+        drawing.setAttribute("x", width);
+        drawing.setAttribute("y", 24);
+        whole.append(svg("text", { x: width + 12, y: 16, "font-size": 13, "font-weight": 600, text: title.textContent }), drawing);
+        width += Number(drawing.getAttribute("width"));
+        height = Math.max(height, 24 + Number(drawing.getAttribute("height")));
+      }
+      const made = app.state.compare === "changes" ? changes.texts() : [];
+      for (const text of made) whole.append(svg("text", { x: 12, y: (height += 18) - 6, "font-size": 12, text: isolate(text) }));
+      whole.setAttribute("width", width);
+      whole.setAttribute("height", height);
+      return whole;
+    },
     reset: () => app.set({ experiment: NOTHING }),
     hint: "hint.experiment",
   };

@@ -169,5 +169,6 @@ export function createPanelOfChanges(app) {
     chips();
   }
 
-  return { element, update };
+  const texts = () => [...list.querySelectorAll("span")].map((one) => one.textContent);
+  return { element, update, texts };
 }
