@@ -27,7 +27,7 @@ def frame_of(frame: Frame, part: CallSlice) -> Frame:
     return Frame(frame.B, heads, rows, columns, frame.offset + part.rows.start - part.columns.start)
 
 
-@settings(max_examples=200)
+@settings(max_examples=100)
 @given(case=parts())
 def test_a_part_has_the_bits_of_the_whole(case: tuple) -> None:
     mask, frame, part, _ = case
@@ -37,7 +37,7 @@ def test_a_part_has_the_bits_of_the_whole(case: tuple) -> None:
     assert bool((bits_of(own, here) == whole).all())
 
 
-@settings(max_examples=200)
+@settings(max_examples=100)
 @given(case=parts())
 def test_the_tiles_of_a_part_are_right(case: tuple) -> None:
     mask, frame, part, size = case
@@ -48,7 +48,7 @@ def test_the_tiles_of_a_part_are_right(case: tuple) -> None:
     assert not (~has_all & (full > 0)).any(), "a tile is called full that is not"
 
 
-@settings(max_examples=100)
+@settings(max_examples=50)
 @given(case=parts())
 def test_a_part_of_rows_that_are_intervals_has_such_rows(case: tuple) -> None:
     mask, frame, part, _ = case
