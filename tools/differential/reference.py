@@ -52,10 +52,10 @@ class Sum:
 
 
 def attend(self: rg.Attention, query: Tensor, key: Tensor, value: Tensor, *, extra: Tensor | None = None) -> Tensor:
-    """Softmax attention of a description; `extra` (B, H, Q, K) is added to the scores.
+    """Attention of a description; `extra` (B, H, Q, K) is added to the scores.
 
-    The gradients are those of weights that are computed again from the log-sum-exp, as every kernel with O(N) memory
-    does. In float32 it is moved by one rounding, upwards or downwards: see "Log-sum-exp" in docs/inside/rounding.md.
+    The gradients of a softmax are those of weights that are computed again from the log-sum-exp, as every kernel with
+    O(N) memory does. In float32 it is moved by one rounding, upwards or downwards: see "Log-sum-exp" in docs/inside/rounding.md.
     """
     dtype, axes = torch.promote_types(query.dtype, torch.float32), query.dim()
     parts = [x.to(dtype).reshape((1,) * (4 - axes) + x.shape) for x in (query, key, value)]
@@ -63,9 +63,11 @@ def attend(self: rg.Attention, query: Tensor, key: Tensor, value: Tensor, *, ext
     parts = [x.expand(batch, *x.shape[1:]) for x in parts]
     read = Exact(dtype)
     bias = self.bias if extra is None else Sum((*parts_of(self.bias), extra))
-    names = ("score", "mask", "offset", "temperature", "sink")
+    names = ("score", "mask", "offset", "temperature", "sink", "normalization")
     description = {name: getattr(self, name) for name in names} | {"bias": bias}
     exact = dense(parts[0], parts[1], parts[2], description, read)
+    if type(self.normalization) is not rg.Softmax:
+        return exact.output.to(query.dtype).reshape(exact.output.shape[4 - axes :])
     lse = exact.lse[..., None]
     empty = lse.isinf()  # nothing is visible
     again = (exact.logits - lse.masked_fill(empty, 0)).exp().masked_fill(empty, 0)

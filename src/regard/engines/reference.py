@@ -18,6 +18,7 @@ from regard.positions.biases import Bias
 from regard.scores import Additive
 
 DENSE_BYTES = 1 << 28  # above this, an engine without dense weights is preferred
+CACHED_BYTES = 1 << 22  # the same where weights are read several times, as in the search for a threshold
 
 
 def run(
@@ -118,7 +119,7 @@ def why_not(problem: Problem) -> list[str]:
 
 
 def why_avoid(problem: Problem) -> list[str]:
-    if exceeds(needed := peak_bytes(problem), DENSE_BYTES):
+    if exceeds(needed := peak_bytes(problem), DENSE_BYTES if problem.softmax else CACHED_BYTES):
         return [f"its dense weights take {needed / 1e6:,.0f} MB"]
     return []
 
