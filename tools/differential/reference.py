@@ -55,7 +55,8 @@ def attend(self: rg.Attention, query: Tensor, key: Tensor, value: Tensor, *, ext
     """Attention of a description; `extra` (B, H, Q, K) is added to the scores.
 
     The gradients of a softmax are those of weights that are computed again from the log-sum-exp, as every kernel with
-    O(N) memory does. In float32 it is moved by one rounding, upwards or downwards: see "Log-sum-exp" in docs/inside/rounding.md.
+    O(N) memory does. In float32 it is moved by one rounding, upwards or downwards: see "Log-sum-exp" in
+    docs/inside/rounding.md.
     """
     dtype, axes = torch.promote_types(query.dtype, torch.float32), query.dim()
     parts = [x.to(dtype).reshape((1,) * (4 - axes) + x.shape) for x in (query, key, value)]
