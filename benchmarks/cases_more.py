@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
+from itertools import islice
 
 import torch
 from torch import Tensor
@@ -12,6 +13,7 @@ from benchmarks import definitions as define
 from benchmarks import peers
 from benchmarks.case import Case, Inputs, Peer, Target, normal, qkv, torch_peer
 from benchmarks.definitions import softmax_attention
+from regard.data.readers import TATOEBA, BadRows, read_rows
 from regard.geometry import Frame, Indices
 
 FORWARD, BOTH = "forward", "forward + backward"
@@ -70,6 +72,35 @@ def sparse() -> Iterator[Case]:
                 described(mask=mask), softmax_attention(_bits(mask, N)), (_share_of_dense(mask, N),),
                 (Target("visited share of dense", at_most=1.25),) if N == 8192 else (), backward=True, quick=quick,
             )  # fmt: skip
+
+
+def neighborhoods() -> Iterator[Case]:
+    """A picture of 64 x 64 tokens, each of which attends to the 7 x 7 around it, moved inside at the borders."""
+    side, width = 64, 7
+    mask = rg.neighborhood((side, side), width)
+    yield Case(
+        f"neighborhood 7 x 7 of 64 x 64, {BOTH}", "sparse masks", lambda: qkv(1, 2, side * side, 64),
+        described(mask=mask), softmax_attention(define.neighborhood(side, width)),
+        (_share_of_dense(mask, side * side),), (Target("visited share of dense", at_most=1.5),), backward=True,
+    )  # fmt: skip
+
+
+def packed_sentences() -> Iterator[Case]:
+    """1,000 sentences of the included corpus, one after another: `varlen` compared with `documents`."""
+    rows = read_rows(TATOEBA, {"source": "", "target": ""}, BadRows())
+    lengths = [len(row.values[0].split()) + 1 for row in islice(rows, 0, None, 50)][:1000]  # words and an end
+    edges = torch.tensor([0, *lengths]).cumsum(0)
+    ids = torch.repeat_interleave(torch.arange(1000), torch.tensor(lengths))
+    for causal, quick in ((False, True), (True, False)):
+        visible = define.same_sequence(ids, causal=causal)
+        inside = rg.causal() if causal else None
+        packed = rg.documents(ids) if inside is None else rg.documents(ids) & inside
+        peer = torch_peer("documents", described(mask=packed), reference=softmax_attention(visible), ours=True)
+        yield Case(
+            f"1,000 sentences{', causal' if causal else ''}, {BOTH}, N = {len(ids):,}", "packed sentences",
+            lambda: qkv(1, 4, len(ids), 64), described(mask=rg.varlen(edges, mask=inside)), softmax_attention(visible),
+            (peer,), (Target(peer.name, at_most=1.05),), backward=True, quick=quick,
+        )  # fmt: skip
 
 
 def _share_of_dense(mask: rg.Mask, N: int) -> Peer:
@@ -276,6 +307,8 @@ MAKERS = (
     windows,
     window_training,
     sparse,
+    neighborhoods,
+    packed_sentences,
     biases,
     learned_biases,
     normalizations,

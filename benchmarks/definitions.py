@@ -24,6 +24,20 @@ def window(before: int, after: int) -> Allowed:
     return lambda i, j: (j >= i - before) & (j <= i + after)
 
 
+def neighborhood(side: int, width: int) -> Allowed:
+    """The width x width positions of a square that are nearest to a position, inside the square."""
+
+    def near(i: Tensor, j: Tensor) -> Tensor:
+        first = (i - width // 2).clamp(0, side - width)
+        return (j >= first) & (j < first + width)
+
+    return lambda i, j: near(i // side, j // side) & near(i % side, j % side)
+
+
+def same_sequence(ids: Tensor, *, causal: bool) -> Allowed:
+    return lambda i, j: (ids[i] == ids[j]) & ((j <= i) | (not causal))
+
+
 def softmax_attention(
     allowed: Allowed | None = None, bias: Bias | None = None, softcap: float = 0.0, shaw: bool = False
 ) -> Reference:
