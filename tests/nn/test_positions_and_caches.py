@@ -455,4 +455,13 @@ def test_a_stack_compiled_as_one_graph_decodes_the_same_as_a_full_pass(parts: st
     close(torch.cat(decoded, 1), stack(x, mask=seen_so_far(steps)))
 
 
+@torch.no_grad()
+def test_a_compiled_stack_decodes_with_an_int8_cache(x: Tensor) -> None:
+    torch.compiler.reset()
+    stack = Encoder([block("rotary", "window and where")] * 2).double().eval()
+    compiled, caches = torch.compile(stack, backend="eager"), stack.cache(dtype=torch.int8)
+    decoded = [compiled(x[:, at], cache=caches) for at in spans((6, 1, 1, 4))]
+    torch.testing.assert_close(torch.cat(decoded, 1), stack(x), rtol=0, atol=0.1)
+
+
 # Models

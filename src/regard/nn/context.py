@@ -160,7 +160,8 @@ class LayerContext:
             if sharding is not None and (positions is None or rotary.scaling is not None):
                 local = sharding.positions(like.shape[1], like.device)
             if positions is None:
-                positions = torch.arange(start, start + like.shape[1], device=like.device) if local is None else local
+                # not arange(start, start + N): torch.compile takes the end for N after a graph break
+                positions = torch.arange(like.shape[1], device=like.device) + start if local is None else local
             elif positions.shape[-1:] != like.shape[1:2] or positions.shape[:-1] not in ((), (1,), like.shape[:1]):
                 raise ValueError(
                     f"positions must be (N,) or (B, N) = {tuple(like.shape[:2])}, got {tuple(positions.shape)}"
