@@ -86,7 +86,7 @@ EXAMPLES ?= 1000
 triton: $(READY)
 	TRITON_INTERPRET=1 REGARD_TRITON_EXAMPLES=$(EXAMPLES) $(BIN)/python -m pytest tests/engines/triton -n 2
 
-# The GPU kernels compiled for four GPUs, without a GPU: registers, spills, shared memory, in docs/how-to/gpu.md.
+# The GPU kernels compiled for four GPUs, without a GPU: registers, spills, shared memory.
 gpu-compile: $(READY)
 	env -u TRITON_INTERPRET $(BIN)/python -m tools.gpu_compile
 

@@ -1,4 +1,4 @@
-"""FlexAttention, uncompiled on a CPU."""
+"""FlexAttention, uncompiled on a CPU, and one description compiled."""
 
 from __future__ import annotations
 
@@ -6,6 +6,7 @@ import pytest
 import torch
 
 import regard as rg
+from regard.engines import flex
 
 N, H, D = 33, 4, 8
 DESCRIPTIONS = {
@@ -47,3 +48,49 @@ def test_flex_reports_why_it_cannot_compute() -> None:
     q, k, v = (torch.randn(1, 1, 4, 4, requires_grad=True) for _ in range(3))
     with pytest.raises(ValueError, match="cannot train on a CPU"):
         rg.attention(q, k, v, engine="flex")
+
+
+MASKED = [name for name, description in DESCRIPTIONS.items() if "mask" in description]
+
+
+@pytest.mark.parametrize("length", [N, 300])
+@pytest.mark.parametrize("name", MASKED)
+def test_the_block_mask_is_that_of_torch(name: str, length: int) -> None:
+    from torch.nn.attention.flex_attention import create_block_mask
+
+    if length != N and name in ("documents", "blocks per head", "dense"):
+        pytest.skip("made for one length")
+    description = {key: value for key, value in DESCRIPTIONS[name].items() if key in ("mask", "offset")}
+    problem = rg.Attention(**description).problem(*torch.randn(3, 2, H, length, D))
+    ours = flex.block_mask(problem, torch.device("cpu"))
+    assert flex.block_mask(problem, torch.device("cpu")) is ours
+    theirs = create_block_mask(ours.mask_mod, *ours.kv_num_blocks.shape[:2], length, length, device="cpu")
+    assert torch.equal(ours.kv_num_blocks, theirs.kv_num_blocks)
+    assert torch.equal(ours.full_kv_num_blocks, theirs.full_kv_num_blocks)
+    assert torch.equal(ours.to_dense(), theirs.to_dense())
+    b, h, i, j = (torch.arange(n) for n in (2, H, length, length))
+    seen = ours.mask_mod(b[:, None, None, None], h[:, None, None], i[:, None], j)
+    assert problem.mask is not None
+    exact = problem.mask.allows(problem.frame.indices())
+    assert torch.equal(seen.expand(2, H, length, length), exact.expand(2, H, length, length))
+
+
+def test_it_compiles_once_for_a_description_and_at_most_twice_more_for_other_lengths(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    from torch._dynamo.testing import CompileCounterWithBackend
+    from torch.nn.attention.flex_attention import flex_attention
+
+    torch._dynamo.reset()
+    counter = CompileCounterWithBackend("inductor")
+    compiled = torch.compile(flex_attention, backend=counter)
+    monkeypatch.setattr(flex, "_kernel", lambda device: compiled)
+    counts = []
+    for length in (150, 150, 200, 333):
+        query, key, value = torch.randn(3, 1, H, length, 16)
+        attend = rg.Attention(mask=rg.causal() & rg.window(70, 0), bias=rg.alibi(H))
+        with torch.no_grad():
+            ours = attend(query, key, value, engine="flex")
+            torch.testing.assert_close(ours, attend(query, key, value, engine="reference"), rtol=1e-4, atol=1e-5)
+        counts.append(counter.frame_count)
+    assert counts == [1, 1, 2, 3]  # for the first other length, and the first other number of blocks

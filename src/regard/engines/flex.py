@@ -4,29 +4,41 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Callable
+from dataclasses import replace
 from functools import cache
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor
 
+from regard.cache import CACHE
 from regard.engines import tiled
 from regard.engines.derivatives import Tensors, differentiable_twice
-from regard.engines.dot_product import as_dot
+from regard.engines.lowering import LoweredTensors, lower
+from regard.engines.mask_layout import TILE, mask_layout
 from regard.engines.problem import Engine, Problem
-from regard.engines.reference import replace_nonfinite, sink_logit
-from regard.geometry import Indices
-from regard.masks import Mask
-from regard.positions.biases import Bias, Diagonal, Shaw, Sum, is_built_in
-from regard.scores import Bilinear, Cosine, Dot, Modified
+from regard.engines.reference import replace_nonfinite
+from regard.fingerprint import without_transforms
+from regard.geometry import Frame
+from regard.masks import Mask, tiles
+from regard.masks.tiles import Tiles
+from regard.positions.biases import Bias, Shaw, Sum, is_built_in
+from regard.scores import Bilinear, Cosine, Dot, Modified, Score
+
+BLOCK = (128, 128)  # queries and keys of a block of torch's BlockMask
 
 
-def run(problem: Problem, query: Tensor, key: Tensor, value: Tensor, seed: Tensor | None) -> tuple[Tensor, Tensor]:
+def run(
+    problem: Problem, query: Tensor, key: Tensor, value: Tensor, seed: Tensor | None
+) -> tuple[Tensor, Tensor | None]:
     if not _has_double_backward(problem):
         return _attend(problem, query, key, value)
 
     def kernel(tensors: Tensors) -> tuple[Tensor, Tensor]:
-        return _attend(tiled.with_tensors(problem, tensors[3:]), *tensors[:3])
+        output, lse = _attend(tiled.with_tensors(problem, tensors[3:]), *tensors[:3])
+        assert lse is not None
+        return output, lse
 
     output, lse = differentiable_twice(kernel, tiled.TiledOperator(problem, None), query, key, value, *problem.tensors)
     return output, lse
@@ -42,33 +54,35 @@ def fallback(problem: Problem) -> list[str]:
     return ["tiled computes second derivatives"] if _has_double_backward(problem) else []
 
 
-def _attend(problem: Problem, query: Tensor, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor]:
-    from torch.nn.attention.flex_attention import AuxRequest, create_block_mask
+def _attend(problem: Problem, query: Tensor, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor | None]:
+    from torch.nn.attention.flex_attention import AuxRequest
 
-    frame, blocks, bad = problem.frame, None, None
+    bad = None
     if problem.mask is not None:
         key, value, bad = replace_nonfinite(key, value)
-        batch, heads = problem.mask.extent(frame)
-        batch = max(batch, len(frame.offsets()))
-        blocks = create_block_mask(
-            _mask_mod(problem, problem.mask), batch if batch > 1 else None, heads if heads > 1 else None,
-            frame.Q, frame.K, device=query.device,
-        )  # fmt: skip
-    modifier = _score_mod(problem, query, bad)
-    query, key, scale = as_dot(problem, query, key)
-    output, aux = _kernel(query.device.type)(
-        query, key, value, score_mod=modifier, block_mask=blocks, scale=scale, enable_gqa=problem.G != frame.H,
-        return_aux=AuxRequest(lse=True),
+    modifier = problem.score.function if isinstance(problem.score, Modified) else None
+    base = replace(problem, score=_base(problem.score))
+    x, _, scale = lower(base, query, key, value)
+    softcap = base.score.softcap if isinstance(base.score, Dot) else None
+    # Compiled for a CPU, torch's kernel has no log-sum-exp.
+    wants = problem.lse or problem.grad or x.sink is not None
+    found = _kernel(query.device.type)(
+        x.query, x.key, x.value, score_mod=_score_mod(problem, x, softcap, modifier, bad),
+        block_mask=block_mask(problem, query.device), scale=scale, enable_gqa=problem.G != problem.frame.H,
+        return_aux=AuxRequest(lse=True) if wants else None,
     )  # fmt: skip
-    lse = aux.lse.to(problem.compute_dtype)
-    if problem.sink is not None:
-        at = frame.indices(device=query.device)
-        sink = sink_logit(problem, at, lse)
-        assert sink is not None
-        total = torch.logaddexp(lse.unsqueeze(-1), sink)
-        output = (output * (lse.unsqueeze(-1) - total).exp()).to(problem.dtype)
-        lse = total.squeeze(-1)
+    if not wants:
+        return found, None
+    output, lse = found[0], found[1].lse.to(problem.compute_dtype)
+    if x.sink is not None:
+        total = torch.logaddexp(lse, x.sink[:, None])
+        output = (output * (lse - total).exp().unsqueeze(-1)).to(problem.dtype)
+        lse = total
     return output, lse
+
+
+def _base(score: Score) -> Score:
+    return score.score if isinstance(score, Modified) else score
 
 
 @cache
@@ -77,7 +91,7 @@ def _kernel(device: str) -> Callable[..., Any]:
     from torch.nn.attention.flex_attention import flex_attention
 
     if device != "cpu":
-        return torch.compile(flex_attention, dynamic=False)
+        return torch.compile(flex_attention)
 
     def eager(*arguments: Any, **options: Any) -> Any:
         with warnings.catch_warnings():
@@ -87,45 +101,110 @@ def _kernel(device: str) -> Callable[..., Any]:
     return eager
 
 
-def _indices(problem: Problem, b: Tensor, h: Tensor, i: Tensor, j: Tensor) -> Indices:
-    return Indices(problem.frame, b, h, i, j)
+def block_mask(problem: Problem, device: torch.device) -> Any:
+    """Return the mask as torch's BlockMask, built from the tile table and cached by content; None without a mask.
+
+    Its mask function reads the mask layout of the kernels, whose tensors are inputs of the compiled kernel.
+    """
+    if problem.mask is None:
+        return None
+    mask, key = problem.mask.snapshot(), problem.frame.cache_key()
+    content = mask.content()
+    known = None if content is None else ("block mask", content, key, device)
+    with without_transforms():
+        return CACHE.get_or_build(known, lambda: _build_block_mask(mask, problem.frame, device), owner=mask)
 
 
-def _mask_mod(problem: Problem, mask: Mask) -> Callable[[Tensor, Tensor, Tensor, Tensor], Tensor]:
-    return lambda b, h, i, j: mask.allows(_indices(problem, b, h, i, j))
+def _build_block_mask(mask: Mask, frame: Frame, device: torch.device) -> Any:
+    from torch.nn.attention.flex_attention import BlockMask
+
+    table = tiles(mask, frame, BLOCK)
+    kinds = torch.from_numpy(_tile_map(table, np.where(table.full, 2, 1), 0, step=False))
+    if frame.Q % BLOCK[0]:  # to torch, a block that is cut off is not full
+        kinds[..., -1, :].clamp_(max=1)
+    if frame.K % BLOCK[1]:
+        kinds[..., -1].clamp_(max=1)
+
+    def listed(kind: int) -> tuple[Tensor, Tensor]:
+        chosen = kinds == kind
+        order = chosen.int().argsort(dim=-1, descending=True, stable=True)  # those of this kind first, ascending
+        return chosen.sum(-1, dtype=torch.int32).to(device), order.int().to(device)
+
+    (partial, partial_at), (full, full_at) = listed(1), listed(2)
+    return BlockMask.from_kv_blocks(
+        partial, partial_at, full, full_at, BLOCK_SIZE=BLOCK, mask_mod=_mask_mod(mask, frame, device),
+        seq_lengths=(frame.Q, frame.K),
+    )  # fmt: skip
 
 
-def _score_mod(problem: Problem, query: Tensor, bad: Tensor | None) -> Callable[..., Tensor]:
+def _tile_map(table: Tiles, values: np.ndarray, empty: int, *, step: bool) -> np.ndarray:
+    """Return a number for each tile, (B or 1, H or 1, row tiles, key tiles): the value of its run.
+
+    empty: the number of empty tiles. step: count values that are not negative up along a run.
+    """
+    length = table.stop - table.start
+    line = np.repeat(np.repeat(np.arange(len(table.pointer) - 1), np.diff(table.pointer)), length)
+    inside = np.arange(length.sum()) - np.repeat(np.cumsum(length) - length, length)
+    found = np.full((*table.extent, *table.grid), empty, np.int64)
+    given = np.repeat(values, length)
+    found.reshape(-1, table.grid[1])[line, np.repeat(table.start, length) + inside] = np.where(
+        step & (given >= 0), given + inside, given
+    )
+    return found
+
+
+def _mask_mod(mask: Mask, frame: Frame, device: torch.device) -> Callable[[Tensor, Tensor, Tensor, Tensor], Tensor]:
+    layout = mask_layout(mask, frame.cache_key()).tensors
+    if len(layout) == 2:
+        start, stop = (edge.to(device).expand(frame.B, frame.H, frame.Q) for edge in layout)
+        return lambda b, h, i, j: (start[b, h, i] <= j) & (j < stop[b, h, i])
+    table, bits = tiles(mask, frame, (TILE, TILE)), layout[4].to(device).reshape(-1, TILE)
+    if not len(bits):
+        bits = torch.zeros(1, TILE, dtype=torch.int64, device=device)
+    places = torch.from_numpy(_tile_map(table, layout[3].numpy(), -2, step=True))
+    places = places.to(device).expand(frame.B, frame.H, *table.grid)
+
+    def mask_mod(b: Tensor, h: Tensor, i: Tensor, j: Tensor) -> Tensor:
+        place = places[b, h, i // TILE, j // TILE]
+        seen = (bits[place.clamp(min=0), i % TILE] >> (j % TILE)) & 1
+        return (place == -1) | ((place >= 0) & (seen == 1))
+
+    return mask_mod
+
+
+def _score_mod(
+    problem: Problem, x: LoweredTensors, softcap: float | None, modifier: Callable | None, bad: Tensor | None
+) -> Callable[..., Tensor] | None:
     """Build a score_mod that applies softcap, modifier, bias and temperature in the order of the definition."""
-    score = problem.score
-    modifier = score.function if isinstance(score, Modified) else None
-    base = score.score if isinstance(score, Modified) else score
-    softcap = base.softcap if isinstance(base, Dot) else None
-    biases = [] if problem.bias is None else [_bias_lookup(problem, part, query) for part in problem.bias.parts()]
-    repeats = problem.frame.H // problem.G
+    B, H, Q, K = problem.frame.B, problem.frame.H, problem.frame.Q, problem.frame.K
+    repeats, temperature, offset, radius = H // problem.G, problem.temperature, problem.frame.offset, 0
+    if isinstance(offset, Tensor):
+        offset = offset.to(x.query.device)
+    diagonal = None if x.diagonal is None else x.diagonal.expand(B, H, 1, Q + K - 1)
+    table = x.row_table
+    bias = None if x.bias is None else x.bias.expand(B, H, Q, K)
+    if table is not None:
+        radius = table.shape[-1] // 2
+    parts = diagonal, table, bias, modifier, softcap, bad
+    if all(part is None for part in parts) and temperature == 1:
+        return None
 
     def score_mod(s: Tensor, b: Tensor, h: Tensor, i: Tensor, j: Tensor) -> Tensor:
-        at = _indices(problem, b, h, i, j)
         if softcap is not None:
             s = softcap * (s / softcap).tanh()
+        p = i + (offset[b] if isinstance(offset, Tensor) else offset)
         if modifier is not None:
-            s = modifier(s, b, h, at.p, j)
-        for bias in biases:
-            s = s + bias(at)
-        s = s / problem.temperature
+            s = modifier(s, b, h, p, j)
+        if diagonal is not None:
+            s = s + diagonal[b, h, 0, j - i + Q - 1]
+        if table is not None:
+            s = s + table[b, h, i, (j - p).clamp(-radius, radius) + radius]
+        if bias is not None:
+            s = s + bias[b, h, i, j]
+        s = s / temperature
         return s if bad is None else torch.where(bad[b, h // repeats, j], float("nan"), s)
 
     return score_mod
-
-
-def _bias_lookup(problem: Problem, bias: Bias, query: Tensor) -> Callable[[Indices], Tensor]:
-    """Build a function that returns the bias of one entry; terms that depend on the query are precomputed."""
-    if isinstance(bias, Diagonal):
-        return lambda at: bias.along(at.h, at.j - at.p).to(problem.compute_dtype)
-    if isinstance(bias, Shaw):
-        table = bias.table(problem.frame.indices(device=query.device), query, problem.scale)
-        return lambda at: table[at.b, at.h, at.i, (at.j - at.p).clamp(-bias.reach, bias.reach) + bias.reach]
-    return lambda at: bias.tile(at, query, problem.scale)
 
 
 def why_not(problem: Problem) -> list[str]:
