@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import Any
 
+from benchmarks import random_calls
 from benchmarks.cases import PEAK, READS
 from benchmarks.measure import OURS, format_target
 
@@ -28,6 +29,7 @@ def verdicts(run: Run) -> list[tuple[str, str, bool]]:
         judged += [(where, format_target(target) + _wanting(case, target), target["met"]) for target in case["targets"]]
         judged += [(where, f"not judged, since {peer} has no time", False) for peer in case["unjudged"]]
     for threads, worker in run["times"].items():
+        judged += random_calls.verdicts(worker["random"])
         if worker["grid"]:
             worst = max(worker["grid"], key=lambda row: row["slower"])
             text = f"worst is {worst['slower']:.2f}x the time of the sdpa engine, at most 1.05x: {worst['case']}"
@@ -108,6 +110,7 @@ def markdown(run: Run, picture: str) -> str:
         *_training(run),
         *_growth(run),
         *_grid(run),
+        *random_calls.section([row for worker in run["times"].values() for row in worker["random"]]),
     ]
     if left_out := absent(run):
         parts += ["\n## Left out\n", *(f"- {peer}: {why}" for peer, why in left_out.items())]

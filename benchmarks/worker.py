@@ -18,6 +18,7 @@ from benchmarks import extras, machine, timing
 from benchmarks.case import Case
 from benchmarks.cases import cases
 from benchmarks.measure import OURS, calls_of, measure
+from benchmarks.random_calls import random_calls
 from benchmarks.training import training
 
 _COMPILED = ("compile", "FlexAttention")
@@ -40,7 +41,7 @@ def report(line: str) -> None:
 
 def times(threads: int, quick: bool, only: str, budget: float) -> dict[str, Any]:
     torch.set_num_threads(threads)
-    results: dict[str, Any] = {"cases": [], "growth": [], "grid": [], "tables": [], "training": []}
+    results: dict[str, Any] = {"cases": [], "growth": [], "grid": [], "random": [], "tables": [], "training": []}
     todo = chosen(quick, only, threads)
     for number, case in enumerate(todo, 1):
         start = time.perf_counter()
@@ -48,7 +49,7 @@ def times(threads: int, quick: bool, only: str, budget: float) -> dict[str, Any]
         results["cases"].append(asdict(result))
         report(f"  [{number}/{len(todo)}, {threads} threads, {time.perf_counter() - start:.0f} s] {result.line()}")
         gc.collect()
-    for name, parts in (("growth", extras.growth), ("grid", extras.grid)):
+    for name, parts in (("growth", extras.growth), ("grid", extras.grid), ("random", random_calls)):
         if only.lower() in name:
             results[name] = extras.timed(parts(threads, quick), lambda line, name=name: report(f"  {name}: {line}"))
     if only.lower() in "mask tables":
