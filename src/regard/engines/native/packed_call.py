@@ -23,12 +23,15 @@ from regard.engines.problem import Problem
 from regard.engines.tensor_memory import SMALLEST_ADDRESS, NoMemory, data_address, is_direct
 
 try:
-    from torch._C._dynamo.guards import TensorGuards
-except ImportError:  # then every call looks for its plan
+    from torch._C._dynamo import guards
+
+    TensorGuards: Any = guards.TensorGuards
+except (ImportError, AttributeError):  # then every call looks for its plan
     TensorGuards = None
 
 Pack = Callable[..., bytes]
 _ABSENT = (None,) * (len(LoweredTensors._fields) - 3)  # the tensors besides query, key and value
+_UNWANTED = (False,) * len(_ABSENT)
 
 
 class PackedCall(Operator):
@@ -140,11 +143,12 @@ class PackedCall(Operator):
 
     def gradients(self, tensors: Tensors, results: Tensors, grads: Tensors, wanted: Sequence[bool]) -> Tensors:
         if grads[0] is not None and grads[1] is None:
-            gradients = self._packed_gradients(*tensors, *results, grads[0])
+            query, key, value, output, lse = *tensors, *results
+            gradients = self._packed_gradients(query, key, value, output, lse, grads[0])
             if gradients is not None:
                 return gradients
         mass = results[1].new_empty(0)
-        return self._native().gradients((*tensors, *_ABSENT), (*results, mass), grads, (*wanted, *_ABSENT))[:3]
+        return self._native().gradients((*tensors, *_ABSENT), (*results, mass), grads, (*wanted, *_UNWANTED))[:3]
 
     def _packed_gradients(
         self, query: Tensor, key: Tensor, value: Tensor, output: Tensor, lse: Tensor, d_output: Tensor
@@ -185,7 +189,7 @@ class PackedCall(Operator):
         output, lse, *moves = results
         whole = output, lse, lse.new_empty(0), *moves
         given, along = (*tensors, *_ABSENT), (*tangents, *_ABSENT)
-        return self._native().curvature(given, along, whole, grads, (*wanted, *_ABSENT))[:3]
+        return self._native().curvature(given, along, whole, grads, (*wanted, *_UNWANTED))[:3]
 
     def _native(self) -> NativeOperator:
         """Return the operator that packs every call, and supports all tensors and derivatives."""
