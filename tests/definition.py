@@ -452,7 +452,7 @@ def normalized(logits: Tensor, normalization: Any, read: Reader, at: Places) -> 
     if name == "Sigmoid":
         bias = normalization.bias
         bias = read(bias).reshape(-1, 1, 1) if isinstance(bias, Tensor) else bias
-        return 1 / (1 + torch.exp(-(logits + bias)))
+        return (1 / (1 + torch.exp(-(logits.masked_fill(hidden, 0.0) + bias)))).masked_fill(hidden, 0.0)
     if name == "ReLU":
         return torch.where(logits > 0, logits, 0.0) ** normalization.power
     if name == "Softmax" or not logits.shape[-1]:
