@@ -427,7 +427,8 @@ def dense(
         sink = read(sink) if isinstance(sink, Tensor) else torch.tensor(float(sink), dtype=query.dtype)
         sink = sink.reshape(-1, 1, 1)
     weights, lse = softmax(logits, sink)
-    if (normalization := description.get("normalization")) is not None:
+    normalization = description.get("normalization")
+    if normalization is not None and kind(normalization) != "Softmax":
         weights = normalized(logits, normalization, read, at)
     keep = None if seed is None else dropout_factors(seed, description["dropout"], at).to(query.dtype)
     output = output_of(weights if keep is None else weights * keep, value, bias, read, at)
@@ -455,8 +456,8 @@ def normalized(logits: Tensor, normalization: Any, read: Reader, at: Places) -> 
         return (1 / (1 + torch.exp(-(logits.masked_fill(hidden, 0.0) + bias)))).masked_fill(hidden, 0.0)
     if name == "ReLU":
         return torch.where(logits > 0, logits, 0.0) ** normalization.power
-    if name == "Softmax" or not logits.shape[-1]:
-        return softmax(logits, None)[0]
+    if not logits.shape[-1]:
+        return logits
     alpha = normalization.alpha
     x = logits.masked_fill(hidden, 0.0)
     largest = logits.detach().amax(-1, keepdim=True)

@@ -22,7 +22,7 @@ from regard.models.translation import Transformer, TransformerConfig
 from regard.nn import Packed
 from regard.nn.context import LayerContext
 from regard.nn.dropout import dropout
-from regard.nn.generate import Beam, GenerationState, Greedy, Strategy, generate
+from regard.nn.generate import Beam, GenerationState, Greedy, LogitsProcessor, Strategy, generate
 from regard.positions import sinusoidal
 
 FRAME_SECONDS, STEP_SECONDS = HOP / SAMPLE_RATE, 2 * HOP / SAMPLE_RATE  # between frames, and between timestamps
@@ -135,13 +135,14 @@ class Whisper(Transformer):
         task: str = "transcribe",
         timestamps: bool = False,
         prompt: Sequence[int] | None = None,
+        processor: LogitsProcessor | None = None,
     ) -> list[Tensor]:
         """Generate at most `max_new_tokens` target tokens for each source, without start, prompt and stop.
 
         language: language code such as "en"; None detects the language of each source. task: "transcribe", or
         "translate" into English. timestamps: whether to generate timestamp tokens. prompt: tokens after the start
         token, instead of those for language, task and timestamps. max_new_tokens: by default limited by
-        `config.positions` only.
+        `config.positions` only. processor: changes the logits in every step, after those rules.
         """
         if timestamps and isinstance(strategy, Beam):
             raise ValueError(
@@ -156,8 +157,9 @@ class Whisper(Transformer):
             room = self.config.positions - first.shape[1]
             max_new_tokens = room if max_new_tokens is None else min(max_new_tokens, room)
             return generate(
-                state, first, strategy=strategy or Greedy(), max_new_tokens=max_new_tokens, stop=(self.config.stop,)
-            )
+                state, first, strategy=strategy or Greedy(), max_new_tokens=max_new_tokens, stop=(self.config.stop,),
+                processor=processor,
+            )  # fmt: skip
 
     def detect_language(self, source: Inputs, source_mask: Tensor | None = None) -> list[str]:
         """Return the code of the most likely language of each source."""

@@ -36,6 +36,7 @@ class TextPredictor(Predictor):
     """A predictor with a text encoder and its tokenizer. A tab separates the two parts of a pair of texts."""
 
     splits_at_tabs = True
+    longest: int
 
     def __init__(self, checkpoint: Checkpoint) -> None:
         self.name, self.model, self.checkpoint = checkpoint.name, checkpoint.model, checkpoint

@@ -226,8 +226,7 @@ class ZeroShotLabels(ImagePredictor):
             padding = tokenizer.token_to_id(self.checkpoint.special_token("pad_token") or "</s>")
             if padding is None:
                 raise UserError(f"{self.name}: tokenizer_config.json must have a pad_token, which its texts end with")
-            ids = torch.tensor([[*ids, *[padding] * (longest - len(ids))] for ids in texts])
-            return self.model.embed_texts(ids)
+            return self.model.embed_texts(torch.tensor([[*ids, *[padding] * (longest - len(ids))] for ids in texts]))
         return self.model.embed_texts([torch.tensor(ids) for ids in texts])
 
     @torch.inference_mode()
