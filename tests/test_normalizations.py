@@ -260,7 +260,6 @@ REFUSED = {
     ),
     "a class": (lambda: rg.Attention(normalization=rg.Entmax), TypeError, "create an instance with Entmax"),
     "a name": (lambda: rg.Attention(normalization="sigmoid"), TypeError, "Softmax.*but is str"),
-    "none": (lambda: rg.Attention(normalization=None), TypeError, "normalization must be Softmax"),
     "no bias": (lambda: rg.Sigmoid(None), TypeError, "bias must be a number.*log"),
     "an integer bias": (lambda: rg.Sigmoid(torch.zeros(2).long()), TypeError, "floating-point"),
     "an infinite bias": (lambda: rg.Sigmoid(INF), ValueError, "finite"),

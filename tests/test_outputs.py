@@ -78,7 +78,7 @@ def test_figures_of_a_run_that_cannot_be_written_are_reported(
     def denied(*args: Any) -> None:
         raise PermissionError(13, "Permission denied", "run.lock")
 
-    monkeypatch.setattr("regard.training.runs.locked", denied)
+    monkeypatch.setattr("regard.training.runs.lock_run", denied)
     result = regard("evaluate", reviews.folder)
     assert result.code == 0
     assert "accuracy" in result.out

@@ -69,7 +69,7 @@ MUTANTS = (
     ),
     Mutant(
         "the cache drops what was used last", "cache.py",
-        "gone += self._pop(next(iter(self._entries)))", "gone += self._pop(next(reversed(self._entries)))",
+        "evicted += self._pop(next(iter(self._entries)))", "evicted += self._pop(next(reversed(self._entries)))",
         ENGINE_CACHES,
     ),
     Mutant(

@@ -84,7 +84,7 @@ class Attention(Description):
     temperature: float = 1.0
     sink: float | Tensor | None = None
     dropout: float = 0.0
-    normalization: Normalization = DEFAULT_NORMALIZATION
+    normalization: Normalization = None  # type: ignore[assignment]  # the default is Softmax()
 
     if TYPE_CHECKING:  # the constructor also accepts what `__post_init__` converts
 
@@ -111,6 +111,8 @@ class Attention(Description):
         arguments.check_temperature(self.temperature)
         arguments.check_dropout(self.dropout)
         arguments.check_sink(self.sink)
+        if self.normalization is None:  # no default value: torch.compile cannot trace one that is no module
+            self._set("normalization", DEFAULT_NORMALIZATION)
         check_normalization(self.normalization)
         if self.sink is not None and not isinstance(self.normalization, Softmax):
             raise ValueError(f"a sink takes weight in a softmax only, not in {self.normalization!r}; leave it out")
@@ -477,7 +479,7 @@ class Attention(Description):
             value = getattr(self, field.name)
             if isinstance(value, Tensor):
                 shown.append(f"{field.name}={format_shape(value)}")
-            elif value != field.default and repr(value) != "Dot()":
+            elif value != field.default and repr(value) not in ("Dot()", "Softmax()"):
                 shown.append(f"{field.name}={value!r}")
         return f"Attention({', '.join(shown)})"
 

@@ -138,7 +138,7 @@ def test_a_missing_column_is_an_error_with_its_name(regard: Command, reviews: Ru
     (tmp_path / "other.csv").write_text("review,label\nthe cat sees,cat\n")
     result = regard("predict", reviews.folder, tmp_path / "other.csv")
     assert result.code == 1
-    assert "other.csv:1: no column 'text' among 'review', 'label'; use the column names" in result.err
+    assert "other.csv:1: no column 'text' among 'review', 'label'; rename the column to 'text'" in result.err
 
 
 @pytest.fixture(scope="module")

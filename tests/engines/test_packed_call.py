@@ -298,7 +298,7 @@ def observed(attend: rg.Attention, tensors: list[Tensor]) -> None:
 
 
 def intervened(attend: rg.Attention, tensors: list[Tensor]) -> None:
-    token = INTERVENTION.set(lambda description, query, key: (description, torch.tensor([0.0, 1.0, 1.0, 1.0])))
+    token = INTERVENTION.set(lambda description, query, key, again: (description, torch.tensor([0.0, 1.0, 1.0, 1.0])))
     try:
         output = attend(*tensors)
     finally:

@@ -232,8 +232,8 @@ def calls_of(model: nn.Module) -> list[int]:
     calls: list[int] = []
     for part in model.modules():
         if isinstance(part, MultiheadAttention):
-            projected = part._projected
-            part._projected = lambda *x, projected=projected: calls.append(1) or projected(*x)  # type: ignore[method-assign]
+            project = part._project
+            part._project = lambda *x, project=project: calls.append(1) or project(*x)  # type: ignore[method-assign]
     return calls
 
 

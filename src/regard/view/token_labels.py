@@ -25,7 +25,7 @@ def label(token: str) -> str:
 
 
 def isolate(text: str) -> str:
-    """Return a text that does not reorder the text around it, if it has letters or controls of right-to-left text.
+    r"""Return a text that does not reorder the text around it, if it has letters or controls of right-to-left text.
 
     >>> from regard.view.token_labels import isolate
     >>> isolate("ab"), ascii(isolate("\u05d0"))
