@@ -22,7 +22,7 @@ from regard.engines.plans import Plan, Plans
 from regard.engines.problem import Problem, batch_size, broadcast_batch, check_description_tensor, check_tensors
 from regard.engines.select import Explanation, explain, select, select_inspection
 from regard.engines.tensor_memory import is_direct, is_sharded
-from regard.geometry import CallSlice, Frame, format_shape, pad_leading
+from regard.geometry import CallSlice, Frame, broadcasts, format_shape, pad_leading
 from regard.masks import Mask, dense
 from regard.normalizations import DEFAULT_NORMALIZATION, Normalization, Softmax, check_normalization
 from regard.positions.biases import Bias, dense_bias, is_built_in
@@ -467,7 +467,7 @@ class Attention(Description):
             self.mask.check(frame)
         if self.bias is not None:
             self.bias.check(frame, d_head, d_value)
-        if isinstance(self.sink, Tensor) and self.sink.numel() not in (1, frame.H):
+        if isinstance(self.sink, Tensor) and not broadcasts(self.sink.numel(), frame.H):
             raise ValueError(
                 f"sink must be one logit or one for each of the {frame.H} heads, but is {format_shape(self.sink)}"
             )

@@ -116,6 +116,11 @@ def to_numpy(tensor: Tensor) -> np.ndarray:
         return tensor.cpu().numpy()
 
 
+def broadcasts(entries: int, size: int) -> bool:
+    """Whether an axis of so many entries broadcasts to a size. Symbolic numbers, unlike for `in`, may be equal."""
+    return bool(entries == 1 or entries == size)
+
+
 def format_shape(tensor: Tensor | Sequence[int]) -> str:
     """Format a shape as a tuple."""
     return str(tuple(tensor.shape if isinstance(tensor, Tensor) else tensor))

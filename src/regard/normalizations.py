@@ -14,7 +14,7 @@ from torch import Tensor
 
 from regard.arguments import describe_value
 from regard.description import Description
-from regard.geometry import CallSlice, Indices, format_shape
+from regard.geometry import CallSlice, Indices, broadcasts, format_shape
 
 SEARCH_ELEMENTS = 1 << 17  # of rows whose thresholds are searched together: they stay in the cache
 
@@ -99,7 +99,7 @@ class Sigmoid(Description, Normalization):
         return self.replace(bias=self.bias.reshape(-1)[part.heads])
 
     def check(self, heads: int) -> None:
-        if isinstance(self.bias, Tensor) and self.bias.numel() not in (1, heads):
+        if isinstance(self.bias, Tensor) and not broadcasts(self.bias.numel(), heads):
             raise ValueError(
                 f"Sigmoid: bias must be one number or one for each of the {heads} heads, but is "
                 f"{format_shape(self.bias)}"

@@ -14,7 +14,7 @@ from torch import Tensor
 
 from regard.arguments import describe_value
 from regard.description import Description
-from regard.geometry import CallSlice, Indices, format_shape
+from regard.geometry import CallSlice, Indices, broadcasts, format_shape
 
 Modifier = Callable[[Tensor, Tensor, Tensor, Tensor, Tensor], Tensor]
 
@@ -331,7 +331,7 @@ def _check_floats(name: str, tensor: Tensor, form: str) -> None:
 
 def _check_scale(scale: float | Tensor | None, heads: int) -> None:
     if isinstance(scale, Tensor):
-        if scale.numel() not in (1, heads):
+        if not broadcasts(scale.numel(), heads):
             raise ValueError(
                 f"scale must be one number or one for each of the {heads} heads, but is {format_shape(scale)}"
             )

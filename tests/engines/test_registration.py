@@ -6,6 +6,8 @@ import os
 import subprocess
 import sys
 import threading
+from collections.abc import Callable
+from typing import Any
 
 import pytest
 import torch
@@ -160,3 +162,27 @@ def test_reasons_name_unsupported_descriptions() -> None:
     assert not reasons(score=rg.Additive(torch.zeros(3)))
     assert "one shaw" in reasons(bias=rg.shaw(torch.zeros(3, 3)) + rg.shaw(torch.zeros(3, 3)))
     assert "not Modified" in reasons(score=lambda s, b, h, p, j: s)
+
+
+SYMBOLIC: dict[str, Callable[[], dict[str, Any]]] = {
+    "sink": lambda: {"sink": torch.randn(3)},
+    "sigmoid": lambda: {"normalization": rg.Sigmoid(torch.randn(3))},
+    "scale": lambda: {"score": rg.Dot(torch.rand(3))},
+    "relative": lambda: {"bias": rg.relative(torch.randn(5, 3))},
+    "t5": lambda: {"bias": rg.t5(torch.randn(8, 3))},
+    "dense bias": lambda: {"bias": torch.randn(3, 1, 1)},
+    "shaw": lambda: {"bias": rg.shaw(torch.randn(3, 5, 4))},
+    "mask": lambda: {"mask": torch.ones(2, 1, 1, 5, dtype=torch.bool)},
+    "documents": lambda: {"mask": rg.documents(torch.tensor([[0, 0, 0, 1, 1], [0, 1, 1, 1, 1]]))},
+    "global tokens": lambda: {"mask": rg.global_tokens([[0], [1]])},
+}
+
+
+@pytest.mark.parametrize("name", SYMBOLIC)
+def test_symbolic_sizes_are_compared_with_those_of_a_description(name: str) -> None:
+    torch._dynamo.reset()
+    q, k, v = torch.randn(3, 2, 3, 5, 4)
+    attend = rg.Attention(**SYMBOLIC[name]())
+    with torch.no_grad():
+        compiled = torch.compile(attend, backend="aot_eager", fullgraph=True, dynamic=True)(q, k, v)
+        torch.testing.assert_close(compiled, attend(q, k, v))

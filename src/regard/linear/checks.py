@@ -9,7 +9,7 @@ from torch import Tensor
 
 from regard.arguments import check_layout
 from regard.engines.problem import batch_size
-from regard.geometry import format_shape, pad_leading
+from regard.geometry import broadcasts, format_shape, pad_leading
 from regard.linear.recurrence import has_readable_values
 
 _DTYPES = (torch.float32, torch.float64, torch.bfloat16, torch.float16)
@@ -145,7 +145,7 @@ def check_state(state: LinearState | None, shape: tuple[int, ...], scaled: bool,
 
 def _expand(name: str, x: Tensor, query: Tensor, sizes: tuple[int, ...]) -> Tensor:
     x = pad_leading(x, len(sizes))
-    if any(given not in (1, size) for given, size in zip(x.shape, sizes, strict=True)):
+    if any(not broadcasts(given, size) for given, size in zip(x.shape, sizes, strict=True)):
         raise ValueError(f"{name} must be {sizes}, or 1 along axes where it is the same, but is {format_shape(x)}")
     return x.to(torch.promote_types(query.dtype, torch.float32)).expand(sizes)
 

@@ -11,7 +11,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from regard.geometry import Frame, Indices, format_shape, pad_leading, to_numpy
+from regard.geometry import Frame, Indices, broadcasts, format_shape, pad_leading, to_numpy
 from regard.masks.algebra import Boxes, Intervals, Kinds, Mask, kinds, query_positions
 from regard.masks.arguments import check_int_tensor, short_repr
 from regard.masks.from_tensors import from_tensors
@@ -76,7 +76,7 @@ class Documents(Mask):
                 f"documents: ids must have one id for each of the {frame.K} keys, but has length "
                 f"{self.ids.shape[-1]}; ids are per key, also for queries that start later (at offset + i)"
             )
-        if self.ids.dim() == 2 and len(self.ids) not in (1, frame.B):
+        if self.ids.dim() == 2 and not broadcasts(len(self.ids), frame.B):
             raise ValueError(
                 f"documents: ids must be (K,) or (B, K) with B = {frame.B}, but is {format_shape(self.ids)}"
             )
@@ -130,7 +130,7 @@ class Ranges(Mask):
         return RangeMinMax(start.astype(np.int32)), RangeMinMax(stop.astype(np.int32))
 
     def check(self, frame: Frame) -> None:
-        if self.start.dim() == 2 and len(self.start) not in (1, frame.B):
+        if self.start.dim() == 2 and not broadcasts(len(self.start), frame.B):
             raise ValueError(
                 f"ranges: start and stop must be (N,) or (B, N) with B = {frame.B}, but are {format_shape(self.start)}"
             )
@@ -193,7 +193,7 @@ def documents(ids: Sequence[int] | Tensor) -> Mask:
 
 def _documents(ids: Any) -> Mask:
     tensor = check_int_tensor("documents: ids", ids, "whole numbers (K,) or (B, K)")
-    if tensor.dim() not in (1, 2):
+    if not broadcasts(tensor.dim(), 2):
         raise ValueError(f"documents: ids must be whole numbers (K,) or (B, K), but is of shape {format_shape(tensor)}")
     return Documents(tensor)
 
@@ -216,7 +216,7 @@ def ranges(start: Sequence[int] | Tensor, stop: Sequence[int] | Tensor) -> Mask:
 def _ranges(start: Any, stop: Any) -> Mask:
     first = check_int_tensor("ranges: start", start, "whole numbers (N,) or (B, N)")
     last = check_int_tensor("ranges: stop", stop, "whole numbers (N,) or (B, N)")
-    if first.shape != last.shape or first.dim() not in (1, 2):
+    if first.shape != last.shape or not broadcasts(first.dim(), 2):
         raise ValueError(
             "ranges: start and stop must both be whole numbers (N,) or (B, N), but are of shapes "
             f"{format_shape(first)} and {format_shape(last)}"

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from regard.fingerprint import function_state, reads_tensors
-from regard.geometry import CallSlice, Frame, Indices, format_shape, pad_leading, to_numpy
+from regard.geometry import CallSlice, Frame, Indices, broadcasts, format_shape, pad_leading, to_numpy
 from regard.hashing import hash32
 from regard.masks.algebra import EMPTY, PARTIAL, Boxes, Kinds, Mask, kinds, mark_traced
 from regard.masks.arguments import check_int, check_int_tensor, short_repr
@@ -38,7 +38,7 @@ class Dense(Mask):
 
     def check(self, frame: Frame) -> None:
         sizes = (frame.B, frame.H, frame.Q, frame.K)
-        if any(n not in (1, size) for n, size in zip(self.tensor.shape, sizes, strict=True)):
+        if any(not broadcasts(n, size) for n, size in zip(self.tensor.shape, sizes, strict=True)):
             raise ValueError(
                 f"mask must broadcast to (B, H, Q, K) = {sizes}, but is {format_shape(self.tensor)}; "
                 "a (B, K) key mask is written mask[:, None, None, :]"
@@ -205,7 +205,7 @@ class Blocks(_Cells):
         batch, heads, rows, columns = self.layout.shape
         offsets = frame.offsets()  # torch.compile does not trace `max(..., default=0)`, nor max of one number
         last = (offsets[0] if len(offsets) == 1 else max(offsets, default=0)) + frame.Q
-        if batch not in (1, frame.B) or heads not in (1, frame.H):
+        if not broadcasts(batch, frame.B) or not broadcasts(heads, frame.H):
             raise ValueError(
                 f"blocks: layout must be (rows, columns), (H, ...) or (B, H, ...) with B = {frame.B}, H = {frame.H}, "
                 f"but is {format_shape(self.layout)}"

@@ -11,7 +11,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from regard.geometry import CallSlice, Frame, Indices, format_shape, to_numpy
+from regard.geometry import CallSlice, Frame, Indices, broadcasts, format_shape, to_numpy
 from regard.masks.algebra import Boxes, Combination, Intervals, Kinds, Mask, Not, kinds, query_positions
 from regard.masks.arguments import check_int, check_int_tensor, short_repr
 from regard.masks.from_tensors import from_tensors
@@ -190,7 +190,7 @@ class GlobalTokens(Mask):
         return counts[0] if len(counts) == 1 else np.stack(counts)[boxes.b, np.arange(len(start))]
 
     def check(self, frame: Frame) -> None:
-        if len(self.positions) not in (1, frame.B):
+        if not broadcasts(len(self.positions), frame.B):
             raise ValueError(
                 f"global_tokens: positions must be one list, or one list for each of the {frame.B} batch rows, "
                 f"got {len(self.positions)} lists"
@@ -226,7 +226,7 @@ def _row(value: int | Tensor, boxes: Boxes) -> np.ndarray:
 
 
 def _check_rows(name: str, value: int | Tensor, frame: Frame) -> None:
-    if isinstance(value, Tensor) and len(value) not in (1, frame.B):
+    if isinstance(value, Tensor) and not broadcasts(len(value), frame.B):
         raise ValueError(
             f"{name} must have one number for each of the {frame.B} batch rows, got {len(value)}; "
             "pass an int if all rows share it"

@@ -10,7 +10,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from regard.geometry import CallSlice, Frame, Indices, format_shape, pad_leading, to_numpy
+from regard.geometry import CallSlice, Frame, Indices, broadcasts, format_shape, pad_leading, to_numpy
 from regard.masks.algebra import Boxes, Kinds, Mask, kinds, mark_traced
 from regard.masks.arguments import check_int, check_int_tensor
 from regard.masks.from_tensors import from_tensors
@@ -75,7 +75,7 @@ class Selected(Mask):
 
     def check(self, frame: Frame) -> None:
         batch, heads, rows, _ = self.indices.shape
-        if batch not in (1, frame.B) or heads not in (1, frame.H) or rows != frame.Q:
+        if not broadcasts(batch, frame.B) or not broadcasts(heads, frame.H) or rows != frame.Q:
             raise ValueError(
                 f"selected: indices must be (Q, n), (H, Q, n) or (B, H, Q, n), where B and H may be 1, with "
                 f"B, H, Q = {frame.B}, {frame.H}, {frame.Q}, but is {format_shape(self.indices)}"

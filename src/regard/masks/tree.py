@@ -11,7 +11,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from regard.geometry import Frame, Indices, format_shape, pad_leading, to_numpy
+from regard.geometry import Frame, Indices, broadcasts, format_shape, pad_leading, to_numpy
 from regard.masks.algebra import Boxes, Kinds, Mask, kinds
 from regard.masks.arguments import check_int_tensor, short_repr
 from regard.masks.by_position import RangeMinMax
@@ -63,7 +63,7 @@ class Tree(Mask):
 
     def check(self, frame: Frame) -> None:
         batch, nodes = self.parents.shape
-        if batch not in (1, frame.B):
+        if not broadcasts(batch, frame.B):
             raise ValueError(
                 f"tree: parents must be (N,) or (B, N) with B = {frame.B}, but is {format_shape(self.parents)}"
             )
@@ -99,7 +99,7 @@ def tree(parents: Sequence[int] | Tensor) -> Mask:
 
 def _tree(parents: Any) -> Mask:
     tensor = check_int_tensor("tree: parents", parents, "whole numbers (N,) or (B, N)")
-    if tensor.dim() not in (1, 2):
+    if not broadcasts(tensor.dim(), 2):
         raise ValueError(f"tree: parents must be (N,) or (B, N), but is of shape {format_shape(tensor)}")
     table = to_numpy(pad_leading(tensor, 2))
     nodes = np.arange(table.shape[1])

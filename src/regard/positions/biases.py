@@ -14,7 +14,7 @@ from torch import Tensor
 
 from regard.arguments import check_layout, describe_value
 from regard.description import Description
-from regard.geometry import CallSlice, Frame, Indices, format_shape, pad_leading
+from regard.geometry import CallSlice, Frame, Indices, broadcasts, format_shape, pad_leading
 
 
 @dataclass(eq=False)
@@ -239,7 +239,9 @@ class Shaw(Bias):
 
     def check(self, frame: Frame, d_head: int, d_value: int) -> None:
         for name, table, size, letter in (("keys", self.keys, d_head, "D"), ("values", self.values, d_value, "E")):
-            if table is not None and (table.shape[-1] != size or (table.dim() == 3 and len(table) not in (1, frame.H))):
+            if table is not None and (
+                table.shape[-1] != size or (table.dim() == 3 and not broadcasts(len(table), frame.H))
+            ):
                 if name == "values" and not d_value:
                     continue  # weights alone have no values
                 raise ValueError(
@@ -272,7 +274,7 @@ class DenseBias(Bias):
     def check(self, frame: Frame, d_head: int, d_value: int) -> None:
         sizes = (frame.B, frame.H, frame.Q, frame.K)
         shape = (1,) * (4 - self.tensor.dim()) + tuple(self.tensor.shape)
-        if any(n not in (1, size) for n, size in zip(shape, sizes, strict=True)):
+        if any(not broadcasts(n, size) for n, size in zip(shape, sizes, strict=True)):
             raise ValueError(f"bias must broadcast to (B, H, Q, K) = {sizes}, but is {format_shape(self.tensor)}")
 
     def __repr__(self) -> str:
@@ -305,7 +307,7 @@ def _look_up(table: Tensor, row: Tensor, h: Tensor) -> Tensor:
 
 def _check_heads(name: str, table: Tensor, form: str, frame: Frame) -> None:
     """Raise unless a table (rows, H or 1) fits the heads of a call."""
-    if table.shape[1] in (1, frame.H):
+    if broadcasts(table.shape[1], frame.H):
         return
     advice = "; its axes are swapped" if len(table) == frame.H else ""
     raise ValueError(f"{name}: table must be {form} with H = {frame.H}, but is {format_shape(table)}{advice}")

@@ -50,17 +50,17 @@ def test_on_a_cpu_it_needs_the_interpreter() -> None:
 
 
 def test_a_missing_or_old_triton_is_reported(monkeypatch: pytest.MonkeyPatch) -> None:
-    availability.why_missing.cache_clear()
+    availability._why_missing.cache_clear()
     monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
     assert reasons() == ['triton is not installed; install it with pip install "regard[gpu]"']
-    availability.why_missing.cache_clear()
+    availability._why_missing.cache_clear()
     monkeypatch.undo()
     if not availability.why_missing():
-        availability.why_missing.cache_clear()
+        availability._why_missing.cache_clear()
         monkeypatch.setattr("importlib.metadata.version", lambda name: "3.1.0")
         assert reasons() == ["triton 3.1.0 is older than 3.5; upgrade it"]
     monkeypatch.undo()
-    availability.why_missing.cache_clear()
+    availability._why_missing.cache_clear()
 
 
 @needs_triton

@@ -14,9 +14,16 @@ OLDEST = (3, 5)  # version of triton
 OLDEST_CUDA = (8, 0)  # compute capability: the first with bfloat16 products
 
 
-@cache
 def why_missing() -> str:
     """Return why triton cannot be imported, or an empty string."""
+    return _why_missing()
+
+
+why_missing._dynamo_marked_constant = True  # type: ignore[attr-defined]  # tracing does not look inside
+
+
+@cache
+def _why_missing() -> str:
     if importlib.util.find_spec("triton") is None:
         return 'triton is not installed; install it with pip install "regard[gpu]"'
     try:
