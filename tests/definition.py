@@ -204,24 +204,23 @@ def _tree(mask: Any, at: Places) -> Tensor:
 
 def _neighborhood(mask: Any, at: Places) -> Tensor:
     """The windows of NATTEN: of odd or even size, moved inside at the borders, by residue of the dilation."""
-    total = math.prod(mask.shape)
-    table = torch.zeros(total, total, dtype=torch.bool)
-    axes = [range(n) for n in mask.shape]
-    neighbours = []
+    total, tables = math.prod(mask.shape), []
     for n, width, step in zip(mask.shape, mask.window, mask.dilation, strict=True):
-        per_place = []
+        table = torch.zeros(n, n, dtype=torch.bool)
         for place in range(n):
             line = list(range(place % step, n, step))  # places of the same residue
-            start = min(max(line.index(place) - width // 2, 0), len(line) - width)
-            per_place.append(line[start : start + width])
-        neighbours.append(per_place)
-    for flat, places in enumerate(product(*axes)):
-        for seen in product(*(lists[place] for lists, place in zip(neighbours, places, strict=True))):
-            key = 0
-            for n, one in zip(mask.shape, seen, strict=True):
-                key = key * n + one
-            table[flat, key] = True
-    bits = table[at.p.clamp(0, total - 1)[..., 0]]
+            start = min(max(place // step - width // 2, 0), len(line) - width)
+            table[place, line[start : start + width]] = True
+        tables.append(table)
+    places = at.p.clamp(0, total - 1)[..., 0]
+    rows = {}  # of the places that are asked for, the product of the rows of all axes
+    for flat in places.unique().tolist():
+        row, rest = torch.ones(1, dtype=torch.bool), flat
+        for n, table in zip(reversed(mask.shape), reversed(tables), strict=True):
+            rest, place = divmod(rest, n)
+            row = (table[place][:, None] & row).flatten()
+        rows[flat] = row
+    bits = torch.stack([rows[place] for place in places.flatten().tolist()]).reshape(*places.shape, total)
     return bits & (at.p >= 0) & (at.p < total)
 
 
