@@ -113,7 +113,7 @@ def test_dropout_drops_the_same_weights_as_other_engines() -> None:
     assert ((found[0] == 0) == (found[1] == 0)).all()
 
 
-def test_derivatives_of_derivatives_and_tangents_are_computed_by_tiles() -> None:
+def test_derivatives_of_derivatives_are_computed_by_tiles() -> None:
     query, key, value = (normal(1, 1, 6, 4, seed=n, dtype=torch.float32).requires_grad_() for n in range(3))
     attend = rg.Attention(mask=rg.causal())
     found = []

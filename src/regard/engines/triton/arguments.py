@@ -110,6 +110,7 @@ def broadcast_strides(tensor: Tensor | None, count: int) -> Strides:
     return tuple(0 if n == 1 else stride for n, stride in zip(tensor.shape[:count], tensor.stride(), strict=False))
 
 
-def empty_output(query: Tensor, d_value: int) -> Tensor:
+def empty_output(query: Tensor, d_value: int, dtype: torch.dtype | None = None) -> Tensor:
     """Allocate the output with the memory order of the query's axes."""
-    return torch.empty_like(query if d_value == query.shape[3] else query[..., :1].expand(*query.shape[:3], d_value))
+    like = query if d_value == query.shape[3] else query[..., :1].expand(*query.shape[:3], d_value)
+    return torch.empty_like(like, dtype=dtype)

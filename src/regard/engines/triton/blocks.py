@@ -33,6 +33,16 @@ BACKWARD = {
     "gfx9": (Blocks(64, 64, 8, 1), Blocks(64, 32, 8, 1), Blocks(32, 32, 8, 1)),
     "interpreter": (Blocks(32, 64, 4, 1),) * 3,
 }
+# Of few queries, whose keys are split into parts.
+DECODE_ROWS = 16
+PART_KEYS = 256  # keys of a part at least
+DECODE = {
+    "sm_80": (Blocks(DECODE_ROWS, 64, 4, 3), Blocks(DECODE_ROWS, 64, 4, 2), Blocks(DECODE_ROWS, 32, 4, 2)),
+    "sm_90": (Blocks(DECODE_ROWS, 64, 4, 3), Blocks(DECODE_ROWS, 64, 4, 3), Blocks(DECODE_ROWS, 64, 4, 2)),
+    "sm_100": (Blocks(DECODE_ROWS, 64, 4, 3), Blocks(DECODE_ROWS, 64, 4, 3), Blocks(DECODE_ROWS, 64, 4, 2)),
+    "gfx9": (Blocks(DECODE_ROWS, 64, 4, 1), Blocks(DECODE_ROWS, 64, 4, 1), Blocks(DECODE_ROWS, 32, 4, 1)),
+    "interpreter": (Blocks(DECODE_ROWS, 64, 4, 1),) * 3,
+}
 # Without tensor cores: products in float32 unless tf32 is allowed, and the additive score.
 SINGLE = Blocks(32, 32, 4, 2)
 
@@ -46,7 +56,7 @@ def choose(
     """
     blocks = table[architecture][0 if width <= 64 else 1 if width <= 128 else 2]
     if wide_products and architecture != "interpreter":
-        blocks = SINGLE
+        blocks = SINGLE._replace(rows=min(blocks.rows, SINGLE.rows))
     if tiles:
         blocks = blocks._replace(rows=min(blocks.rows, 64), keys=min(blocks.keys, 64))
     return blocks

@@ -88,10 +88,7 @@ def peak_bytes(problem: Problem) -> int:
 
 
 def fallback(problem: Problem) -> list[str]:
-    uses = ["tiled computes second derivatives"] if problem.grad else []
-    if problem.tangent:
-        uses.append("tiled computes tangents: there is no forward-mode kernel")
-    return uses
+    return ["tiled computes second derivatives"] if problem.grad else []
 
 
 ENGINE = Engine("triton", why_not, why_avoid, run, peak_bytes, lambda problem: False, fallback)

@@ -182,19 +182,26 @@ def is_kept(x, rows, j):
 @triton.jit
 def walk_keys(x, step: tl.constexpr, state, rows, b, h, row, sizes):
     """Call `step` for all blocks of keys that a block of queries, the first of which is `row`, may see."""
+    return walk_part(x, step, state, rows, b, h, row, 0, x.keys, sizes)
+
+
+@triton.jit
+def walk_part(x, step: tl.constexpr, state, rows, b, h, row, least, most, sizes):
+    """The same for the blocks of keys from `least` on, a multiple of TILE, and before `most`."""
     BN: tl.constexpr = sizes[1]
     if x.pointer is not None:
         line = b * x.table_strides[0] + h * x.table_strides[1] + row // TILE
         for n in range(tl.load(x.pointer + line), tl.load(x.pointer + line + 1)):
             first, index = tl.load(x.first + n), tl.load(x.bits_index + n)
-            for j0 in range(first * TILE, tl.minimum(tl.load(x.last + n) * TILE, x.keys), BN):
+            stop = tl.minimum(tl.load(x.last + n) * TILE, most)
+            for j0 in range(tl.maximum(first * TILE, least), stop, BN):
                 state = step(x, state, rows, b, h, j0, tl.where(index < 0, -1, index + j0 // TILE - first), sizes)
     else:
-        lo, hi = 0, x.keys
+        lo, hi = least, most
         if x.start is not None:
             empty = rows[1][0] >= rows[1][1]
-            lo = tl.min(tl.where(empty, x.keys, rows[1][0])) // BN * BN
-            hi = tl.max(tl.where(empty, 0, rows[1][1]))
+            lo = tl.maximum(tl.min(tl.where(empty, x.keys, rows[1][0])) // BN * BN, least)
+            hi = tl.minimum(tl.max(tl.where(empty, 0, rows[1][1])), most)
         for j0 in range(lo, hi, BN):
             state = step(x, state, rows, b, h, j0, -1, sizes)
     return state

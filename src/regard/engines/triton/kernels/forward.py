@@ -7,6 +7,7 @@ import triton.language as tl
 
 from regard.engines.triton.kernels.entries import (
     LOG2E,
+    TILE,
     additive_products,
     as_logits,
     dropout_rows,
@@ -23,6 +24,7 @@ from regard.engines.triton.kernels.entries import (
     table_entries,
     visibility,
     walk_keys,
+    walk_part,
 )
 
 
@@ -89,11 +91,23 @@ def mass_step(x, state, rows, b, h, j0, bits, sizes):
 
 
 @triton.jit
-def forward_kernel(x, output, output_strides, lse, mass, BM: tl.constexpr, BN: tl.constexpr, BD: tl.constexpr,
+def forward_kernel(x, output, output_strides, lse, mass, parts, BM: tl.constexpr, BN: tl.constexpr, BD: tl.constexpr,
                    BE: tl.constexpr, PRECISION: tl.constexpr):  # fmt: skip
-    """Store output, log-sum-exp (B, H, Q) and, where requested, mass by distance (B, H, Q, 2 radius + 1)."""
+    """Store output, log-sum-exp (B, H, Q) and, where requested, mass by distance (B, H, Q, 2 radius + 1).
+
+    With parts of the keys, there is one block of queries, and output and log-sum-exp start with an axis of parts.
+    """
     SHIFT: tl.constexpr = 15.0 if x.value.dtype.element_ty == tl.float16 else 0.0
     row, h, b = program_row(x, BM)
+    least, most = 0, x.keys
+    if len(output_strides) == 5:
+        batch = tl.num_programs(0) // (parts * x.heads)
+        part = b // batch
+        b = b % batch
+        step = tl.cdiv(tl.cdiv(x.keys, parts), TILE) * TILE
+        least = part.to(tl.int32) * step
+        most = tl.minimum(least + step, x.keys)
+        lse += part * batch * x.heads * x.queries
     index = row + tl.arange(0, BM)
     i = index[:, None]
     edges = load_edges(x, b, h, i)
@@ -102,12 +116,14 @@ def forward_kernel(x, output, output_strides, lse, mass, BM: tl.constexpr, BN: t
     zeros = tl.zeros([BM], tl.float32)
     lowest = tl.full([BM], float("-inf"), tl.float32)
     state = (tl.zeros([BM, BE], tl.float32), zeros, lowest)
-    sums, total, peak = walk_keys(x, forward_step, state, rows, b, h, row, (BM, BN, BE, PRECISION, False))
+    sums, total, peak = walk_part(x, forward_step, state, rows, b, h, row, least, most, (BM, BN, BE, PRECISION, False))
     if (x.start is not None) or (x.pointer is not None):
         # A masked value that is not finite makes 0 * inf: compute again, without such values.
         if tl.sum(tl.where(is_finite(sums), 0, 1)) > 0:
             state = (tl.zeros([BM, BE], tl.float32), zeros, lowest)
-            sums, total, peak = walk_keys(x, forward_step, state, rows, b, h, row, (BM, BN, BE, PRECISION, True))
+            sums, total, peak = walk_part(
+                x, forward_step, state, rows, b, h, row, least, most, (BM, BN, BE, PRECISION, True)
+            )
     if x.sink is not None:
         sink = tl.load(x.sink + h) * LOG2E
         highest = tl.maximum(peak, sink)
@@ -119,9 +135,14 @@ def forward_kernel(x, output, output_strides, lse, mass, BM: tl.constexpr, BN: t
     empty = total == 0
     total = tl.where(empty, 1.0, total)
     factor = x.kept_scale / total
-    at = output + b * output_strides[0] + h * output_strides[1]
-    store_matrix(at, output_strides[2], output_strides[3], index, x.queries, tl.arange(0, BE), x.e,
-                 sums * factor[:, None], PRECISION)  # fmt: skip
+    if len(output_strides) == 5:
+        at = output + part * output_strides[0] + b * output_strides[1] + h * output_strides[2]
+        store_matrix(at, output_strides[3], output_strides[4], index, x.queries, tl.arange(0, BE), x.e,
+                     sums * factor[:, None], PRECISION)  # fmt: skip
+    else:
+        at = output + b * output_strides[0] + h * output_strides[1]
+        store_matrix(at, output_strides[2], output_strides[3], index, x.queries, tl.arange(0, BE), x.e,
+                     sums * factor[:, None], PRECISION)  # fmt: skip
     logsum = tl.where(empty, float("-inf"), ((peak - SHIFT) + tl.log2(total)) / LOG2E)
     tl.store(lse + (b * x.heads + h) * x.queries + index, logsum, mask=index < x.queries)
     if mass is not None:
@@ -134,3 +155,30 @@ def forward_kernel(x, output, output_strides, lse, mass, BM: tl.constexpr, BN: t
         at = table + index.to(tl.int64) * (2 * x.radius + 1)
         tl.store(at, left, mask=index < x.queries)
         tl.store(at + 2 * x.radius, right, mask=index < tl.where(x.radius > 0, x.queries, 0))
+
+
+@triton.jit
+def combine_kernel(sums, logsums, sink, output, output_strides, lse, heads, queries, e, parts, rows,
+                   PARTS: tl.constexpr, BE: tl.constexpr, PRECISION: tl.constexpr):  # fmt: skip
+    """Combine the outputs (parts, B, H, Q, E) and log-sum-exps (parts, B, H, Q) of parts of the keys, and the sink."""
+    row = tl.program_id(0).to(tl.int64)
+    i, h, b = row % queries, row // queries % heads, row // queries // heads
+    part, columns = tl.arange(0, PARTS).to(tl.int64), tl.arange(0, BE)
+    each = tl.load(logsums + part * rows + row, mask=part < parts, other=float("-inf"))
+    highest = tl.max(each, 0)
+    if sink is not None:
+        highest = tl.maximum(highest, tl.load(sink + h))
+    bad = tl.sum(tl.where(each != each, 1, 0), 0) > 0
+    anchor = tl.where(highest == float("-inf"), 0.0, highest)
+    shares = tl.exp2((each - anchor) * LOG2E)
+    total = tl.sum(shares, 0)
+    if sink is not None:
+        total += tl.exp2((tl.load(sink + h) - anchor) * LOG2E)
+    logsum = tl.where(total == 0, float("-inf"), anchor + tl.log2(total) / LOG2E)
+    tl.store(lse + row, tl.where(bad, float("nan"), logsum))
+    inside = (part < parts)[:, None] & (columns < e)[None, :]
+    values = tl.load(sums + (part * rows + row)[:, None] * e + columns[None, :], mask=inside, other=0.0)
+    # A part that sees nothing has a share of 0 and an output of 0.
+    mean = tl.sum(values * (shares / tl.where(total == 0, 1.0, total))[:, None], 0)
+    at = output + b * output_strides[0] + h * output_strides[1] + i * output_strides[2]
+    tl.store(at + columns * output_strides[3], narrow(mean, output.dtype.element_ty, PRECISION), mask=columns < e)
