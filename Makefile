@@ -15,7 +15,7 @@ DATA    ?= ../shared/data
 MINUTES ?= 30
 SEED    ?= $(shell date +%s)
 
-.PHONY: demo test coverage real-weights architectures triton gpu-compile lint format docs sanitize mutants tooltips fuzz differential bench bench-quick results findings clean
+.PHONY: demo test coverage real-weights architectures triton gpu-compile lint format docs sanitize mutants tooltips fuzz differential bench bench-quick results wheel findings clean
 
 demo: $(RUN)
 	$(BIN)/python examples/demo.py
@@ -101,6 +101,11 @@ bench-quick: $(BENCH)
 results: $(READY)
 	$(BIN)/python -m benchmarks.results --data $(DATA)
 
+# The wheel and the sdist in wheelhouse/, as they are released, installed and used in empty environments.
+wheel: $(READY)
+	$(INSTALL) --group release
+	$(BIN)/python -m tools.wheel
+
 # Results of `regard check` for other libraries, written to docs/findings.json and docs/findings.md. FlexAttention compiles for minutes.
 PEERS := torch torch-mha torch-mha-weights flex transformers-eager x-transformers x-transformers-flash keras
 findings: $(READY)
@@ -128,4 +133,4 @@ $(RUN): pyproject.toml constraints.txt
 	@touch $@
 
 clean:
-	rm -rf $(VENV) build dist site .pytest_cache .mypy_cache .ruff_cache .hypothesis
+	rm -rf $(VENV) build dist wheelhouse site .pytest_cache .mypy_cache .ruff_cache .hypothesis
