@@ -22,6 +22,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from benchmarks.figures import main as update_quoted_figures
+
 PAGE = Path("docs/results.md")
 KEPT = Path("docs/results.json")
 HEAD = """# Results of the tasks
@@ -275,6 +277,7 @@ def main() -> None:
         if not given.write and result.name.startswith(given.only):
             run(result, places)
     write(Path(given.runs))
+    update_quoted_figures()
 
 
 if __name__ == "__main__":

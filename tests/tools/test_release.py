@@ -14,7 +14,8 @@ NEXT = "9.8.7"
 @pytest.fixture
 def tree(tmp_path: Path) -> Path:
     """A copy of what the check reads, ready to be released as 9.8.7."""
-    for name in ("docs/benchmarks.md", "docs/comparison.md", "README.md", "CHANGELOG.md", "src/regard/__init__.py"):
+    docs = ("docs/benchmarks.md", "docs/results.json", "docs/comparison.md")
+    for name in (*docs, "README.md", "CHANGELOG.md", "src/regard/__init__.py"):
         (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
         shutil.copy(ROOT / name, tmp_path / name)
     replace(tmp_path / "src/regard/__init__.py", '__version__ = "0.1.0"', f'__version__ = "{NEXT}"')
@@ -42,6 +43,7 @@ def test_a_ready_tree_has_no_problems(tree: Path) -> None:
         ("docs/benchmarks.md", f"regard {NEXT} ", "regard 9.8.6 ", "run make bench"),
         ("docs/comparison.md", f"It is at {NEXT}.", "It is at 9.8.6.", "says that this is 9.8.6"),
         ("docs/comparison.md", "<!-- bench: targets -->", "<!-- bench: targets -->1", "quotes other figures"),
+        ("docs/results.json", '"perplexity": 129', '"perplexity": 128', "quotes other figures"),
         ("docs/comparison.md", "<!-- bench: targets -->", "<!-- bench: no such case -->", "does not have"),
     ],
 )
