@@ -168,6 +168,15 @@ def test_the_drawing_of_the_walk_is_that_of_the_masks() -> None:
     assert (ROOT / "docs/inside/walk.svg").read_text("utf-8") == draw()
 
 
+def test_the_diagram_of_the_transformer_is_that_of_the_model() -> None:
+    import regard as rg
+    import regard.view
+
+    sizes = {"vocabulary": 13, "d_model": 32, "layers": 1, "heads": 4, "d_hidden": 64, "start": 11, "stop": 12}
+    model = rg.models.Transformer(rg.models.TransformerConfig(**sizes))
+    assert (ROOT / "docs/view/transformer.svg").read_text("utf-8") == rg.view.diagram(model, name="From zero")
+
+
 def test_a_page_that_is_wrong_is_found(tmp_path: Path) -> None:
     with pytest.raises(AssertionError, match="No such option"):
         parse(["train", "classify", "--dta", "x.csv", "--out", "run"])

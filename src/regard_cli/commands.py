@@ -228,20 +228,32 @@ def predict(
 
 def view(
     model: Model,
-    text: Annotated[str, typer.Argument(help="The input of the model: a text, or the path of an image or a sound.")],
-    out: Annotated[Path, typer.Option("--out", "-o", help="The HTML page to write.")] = Path("attention.html"),
+    text: Annotated[
+        str | None, typer.Argument(help="The input of the model: a text, or the path of an image or a sound.")
+    ] = None,
+    out: Annotated[
+        Path | None,
+        typer.Option("--out", "-o", help="The HTML page to write.", show_default="attention.html or diagram.html"),
+    ] = None,
+    diagram: Annotated[
+        bool, typer.Option("--diagram", help="Draw the architecture of the model instead, as .html or .svg.")
+    ] = False,
     context: Context = None,
     lang: Lang = "en",
     as_json: Json = False,
 ) -> None:
-    """Write a page that shows the attention of a model over an input.
+    """Write a page that shows the attention of a model over an input, or its architecture.
 
     regard view runs/en-fr "I am hungry." -o hungry.html
     regard view SmolLM2-135M.gguf "The cat sat on the mat."
+    regard view en-fr --diagram -o en-fr.svg
     """
-    from regard.cli.view import view
+    from regard.cli.view import view, view_diagram
 
-    view(model, text, out, context, lang, as_json)
+    if diagram:
+        view_diagram(model, text, out or Path("diagram.html"), context, lang, as_json)
+    else:
+        view(model, text, out or Path("attention.html"), context, lang, as_json)
 
 
 def serve(

@@ -15,9 +15,11 @@ from regard.predictors import Predictor, open_model
 from regard.predictors.checkpoint import as_user_errors
 
 
-def view(name: str, text: str, out: Path, context: Path | None, lang: str, as_json: bool) -> None:
+def view(name: str, text: str | None, out: Path, context: Path | None, lang: str, as_json: bool) -> None:
     """Write a page that shows the attention of a model over `text`."""
     _check_lang(lang)
+    if text is None:
+        raise UserError(f'give an input: regard view {name} "a text"; or --diagram for the architecture of the model')
     check_writable(out)
     record = make_capture(open_model(name))(with_context(Row("the text", (text,)), context).values[0])
     record.save(out, lang)
@@ -30,6 +32,25 @@ def view(name: str, text: str, out: Path, context: Path | None, lang: str, as_js
         print_json(about)
     else:
         print_line(f"{out}: {len(record)} attentions, {out.stat().st_size / 1e6:.1f} MB")
+
+
+def view_diagram(name: str, text: str | None, out: Path, context: Path | None, lang: str, as_json: bool) -> None:
+    """Write the architecture of a model as an HTML page or an SVG file."""
+    _check_lang(lang)
+    if text is not None or context is not None:
+        raise UserError("--diagram draws the architecture, which depends on no input; leave out the input")
+    if out.suffix.lower() not in (".html", ".svg"):
+        raise UserError(f"{out}: --diagram writes .html or .svg; choose one of these suffixes")
+    check_writable(out)
+    from regard.view.diagrams import save_diagram
+
+    model = open_model(name).model
+    save_diagram(model, out, name=Path(name).name, lang=lang)
+    count = sum(each.numel() for each in model.parameters())
+    if as_json:
+        print_json({"diagram": str(out), "parameters": count})
+    else:
+        print_line(f"{out}: {type(model).__name__}, {count:,} parameters")
 
 
 def serve(name: str, text: str | None, port: int, lang: str, against: str | None = None) -> None:
