@@ -85,7 +85,7 @@ def decode() -> Iterator[Case]:
 
 def half_precision() -> Iterator[Case]:
     # With the CPU's own products of bfloat16 numbers, which torch uses too.
-    own = native.build_info().get("instruction set") == "avx512bf16"
+    own = native.multiplies_bfloat16()
     for backward, least, of_float32 in ((False, 1.9 if own else 1.3, 1.6), (True, 4.0, 1.5)):
         targets = [Target(peers.SDPA, least), *([Target(_FLOAT32.name, of_float32)] if own else [])]
         yield Case(

@@ -5,7 +5,15 @@
 #include "kernels.h"
 #include "regard.h"
 
+#include "runtime.h"
+
 // Widest first: do(isa) for every instruction set that was compiled.
+#ifdef REGARD_HAS_AMX
+#define REGARD_DO_AMX(do) \
+  do (amx)
+#else
+#define REGARD_DO_AMX(do)
+#endif
 #ifdef REGARD_HAS_AVX512BF16
 #define REGARD_DO_AVX512BF16(do) \
   do (avx512bf16)
@@ -37,6 +45,7 @@
 #define REGARD_DO_BASELINE(do)
 #endif
 #define REGARD_ISAS(do) \
+  REGARD_DO_AMX(do)     \
   REGARD_DO_AVX512BF16(do) REGARD_DO_AVX512(do) REGARD_DO_AVX2(do) REGARD_DO_NEON(do) REGARD_DO_BASELINE(do)
 
 namespace regard {
@@ -61,6 +70,7 @@ bool cpu_has(const char* isa) {
 #if defined(__x86_64__) || defined(_M_X64) || defined(__i386__)
   __builtin_cpu_init();
   if (!strcmp(isa, "avx2")) return __builtin_cpu_supports("avx2") && __builtin_cpu_supports("fma");
+  if (!strcmp(isa, "amx")) return cpu_has("avx512bf16") && enable_tile_registers();
   if (!strcmp(isa, "avx512bf16"))
     return cpu_has("avx512") && __builtin_cpu_supports("avx512bf16") && __builtin_cpu_supports("avx512vnni");
   if (!strcmp(isa, "avx512"))

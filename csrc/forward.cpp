@@ -18,6 +18,7 @@ template <class T, class Score> struct Forward : Strips<T, Forward<T, Score>, Sc
 
   Forward(const regard_dot& p, const regard_dot_result& result)
       : Base(p), result(result), Ep(round_up(p.E, NR<T>)), table(result.out_table.data ? 2 * p.radius + 1 : 0) {
+    leave_scale();
     at.sums = layout.add(strips * MR, vector_bytes, 1);
     at.out = layout.add(strips * MR, Ep, sizeof(T));
     at.table = layout.add(strips * MR, table, sizeof(T));
@@ -46,13 +47,51 @@ template <class T, class Score> struct Forward : Strips<T, Forward<T, Score>, Sc
     const Row<T>* rows = w.rows + s * MR;
     if (workspace.fresh[s]) fetch_rows(matrix_of(result.out, p.dtype, rows[0].b, rows[0].h, p.Q, p.E), rows[0].i, m);
     T alpha[strip_lanes<T>];
-    if (!this->softmax(w, s, m, lo, hi, workspace.peak + s * strip_lanes<T>, workspace.sums + s * MR, alpha))
-      return false;
+    if (!weigh(workspace, w, s, m, lo, hi, alpha)) return false;
     if (p.dropout_threshold)
       for (int r = 0; r < m; ++r)
         apply_dropout(rows[r].dropout_key, p.dropout_threshold, j0, w.scores + r * chunk, lo, hi);
     if (table) gather_table(workspace, w, s, m, alpha, j0, lo, hi);
+    add_values(workspace, w, s, m, alpha, j0, lo, hi);
+    workspace.fresh[s] = 0;
+    return true;
+  }
 
+#if defined(__AMX_BF16__)
+  // A scale that keeps the order of scores is left to the softmax.
+  void leave_scale() { this->score.scales = this->scales.changes_logits || !(this->score.scale > 0); }
+
+  bool weigh(Workspace& workspace, const State& w, int64_t s, int m, int64_t lo, int64_t hi, T* alpha) const {
+    const float scale = this->score.scales ? 1 : this->score.scale;
+    T* const peak = workspace.peak + s * strip_lanes<T>;
+    Vec<T>* const sums = workspace.sums + s * MR;
+    if (keeps_weights()) return this->softmax(w, s, m, lo, hi, peak, sums, alpha, Scaled(scale));
+    return this->softmax(w, s, m, lo, hi, peak, sums, alpha, ToPairs(scale));
+  }
+
+  // In whole panels: the weight of a key that is not seen is 0.
+  void add_values(Workspace& workspace, const State& w, int64_t s, int m, const T* alpha, int64_t j0, int64_t lo,
+                  int64_t hi) const {
+    T* const out = workspace.out + s * MR * Ep;
+    for (int r = 0; keeps_weights() && r < m; ++r) round_to_pairs(w.scores + r * chunk, lo, hi);
+    const auto v = w.keys.values_at(j0 + lo, w.v);
+    const TileSide weights{(const Pair*)w.scores + lo / 2, chunk}, values{v.first, v.row, v.panel};
+    const int64_t panels = Ep / NR<T>, steps = (hi - lo) / NR<T>;
+    if (workspace.fresh[s]) return multiply_tiles<false>(m, panels, steps, weights, values, out, Ep);
+    for (int r = 0; r < m; ++r)
+      for (int64_t e = 0; alpha[r] != 1 && e < Ep; e += lanes<T>)
+        store(out + r * Ep + e, load(out + r * Ep + e) * alpha[r]);
+    multiply_tiles<true>(m, panels, steps, weights, values, out, Ep);
+  }
+#else
+  void leave_scale() {}
+
+  bool weigh(Workspace& workspace, const State& w, int64_t s, int m, int64_t lo, int64_t hi, T* alpha) const {
+    return this->softmax(w, s, m, lo, hi, workspace.peak + s * strip_lanes<T>, workspace.sums + s * MR, alpha);
+  }
+
+  void add_values(Workspace& workspace, const State& w, int64_t s, int m, const T* alpha, int64_t j0, int64_t lo,
+                  int64_t hi) const {
     T* out = workspace.out + s * MR * Ep;
     const VisibleColumns seen = visible_columns(w.spans[s], j0, lo, hi);
     // Whole operands: the weight of a masked key is 0.
@@ -62,15 +101,17 @@ template <class T, class Score> struct Forward : Strips<T, Forward<T, Score>, Sc
     const auto v = w.keys.values_at(j0 + first * terms<Operand>, w.v);
     const Operand* weights = (const Operand*)w.scores + first;
     const Panels panels = panels_of_columns<T>(p.E);
-    const auto add_values = [&](auto into) __attribute__((always_inline)) {
+    const auto multiply = [&](auto into) __attribute__((always_inline)) {
       multiply_wanted<T, chunk, 1, decltype(into)::value>(m, panels, count, weights, v.first, v.panel, out, Ep, 0,
                                                           alpha, v.row);
     };
-    if (workspace.fresh[s]) add_values(Use<Into::overwrite>{});
-    else add_values(Use<Into::rescale>{});
-    workspace.fresh[s] = 0;
-    return true;
+    if (workspace.fresh[s]) multiply(Use<Into::overwrite>{});
+    else multiply(Use<Into::rescale>{});
   }
+#endif
+
+  // Whether weights are needed as numbers before they are rounded to pairs.
+  bool keeps_weights() const { return table || p.dropout_threshold; }
 
   void gather_table(Workspace& workspace, const State& w, int64_t s, int m, const T* alpha, int64_t j0, int64_t lo,
                     int64_t hi) const {

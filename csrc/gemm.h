@@ -4,12 +4,16 @@
 // panel is held in registers: 6 x 16 for AVX2 (12 accumulators, two vectors of B, one broadcast of A), 12 x 32 for
 // AVX-512. On its own, it runs at the peak of the multiply-add units.
 #pragma once
-#include "operands.h"
+#include "amx.h"
 
 namespace regard::REGARD_ISA {
 
 template <class T> constexpr int NR = 2 * lanes<T>;
+#if defined(__AMX_BF16__)
+constexpr int MR = strip_rows;
+#else
 constexpr int MR = vector_registers == 32 ? 12 : 6;
+#endif
 
 // What happens to the numbers that C already holds.
 enum class Into { overwrite, scale, add, rescale };

@@ -28,7 +28,7 @@ template <class T, class A = T> struct PackedKeys {
 
   static Places place(const regard_dot& p, Layout& layout) {
     const int64_t panels = panels_of(p);
-    return {layout.add(panels * NR<T>, operands<A>(p.D), sizeof(A)),
+    return {layout.add(panels * NR<T>, row_operands<A>(p.D), sizeof(A)),
             layout.add(pitch_of(p), round_up(p.E, NR<T>), sizeof(A)), layout.add(panels, 1, 1),
             layout.add(panels, 1, 4)};
   }
@@ -42,7 +42,7 @@ template <class T, class A = T> struct PackedKeys {
   PackedKeys(const regard_dot& p, char* memory, const Places& at, bool measures, bool direct)
       : transposed((A*)(memory + at.transposed)), values((A*)(memory + at.values)),
         ready((uint8_t*)(memory + at.ready)), bad((uint32_t*)(memory + at.bad)), panels(panels_of(p)),
-        pitch(pitch_of(p)), depth(operands<A>(p.D)), D(p.D), E(p.E), checks(p.intervals.start || p.tiles.pointer),
+        pitch(pitch_of(p)), depth(row_operands<A>(p.D)), D(p.D), E(p.E), checks(p.intervals.start || p.tiles.pointer),
         any_bad(false), longest(infinity), measures(measures), direct(direct) {}
 
   void forget() {

@@ -1,6 +1,7 @@
 // The forms of pack.h for pairs of bfloat16 numbers. No factor is multiplied in: the products would be rounded.
 #pragma once
 #include "pack.h"
+#include "softmax.h"
 
 #if defined(__AVX512BF16__)
 
@@ -41,7 +42,7 @@ template <class F> REGARD_INLINE void transpose_words(int64_t columns, int lines
     REGARD_UNROLL
     for (int i = 0; i < L; ++i) v[i] = i < lines ? bits_as<VecF>(words(i, c)) : VecF{};
     transpose<float>(v);
-    for (int64_t i = 0; i < least<int64_t>(L, operands<Pair>(columns - c)); ++i)
+    for (int64_t i = 0; i < least<int64_t>(L, row_operands<Pair>(columns - c)); ++i)
       *(SimdOf<Pair>::Unaligned*)(out + (c / 2 + i) * width) = bits_as<Vec<Pair>>(v[i]);
   }
 }
@@ -79,6 +80,19 @@ inline __attribute__((noinline)) bool pack_panels(const Matrix& x, int64_t row, 
   return watch.bad();
 }
 
+#if defined(__AMX_BF16__)
+// MR rows of whole tiles, one after another. Returns whether NaN or an infinity was met.
+inline __attribute__((noinline)) bool pack_strip(const RowPointers& x, Pair* out) {
+  NonFinitePairs watch;
+  for (int r = 0; r < MR; ++r)
+    for (int64_t c = 0; c < x.columns; c += 2 * lanes<Pair>, out += lanes<Pair>) {
+      const bfloat16* row = (const bfloat16*)x.row[r];
+      const Word words = load_halves<Word>(row ? row + c * x.column_stride : nullptr, x.column_stride, x.columns - c);
+      *(SimdOf<Pair>::Unaligned*)out = watch(words);
+    }
+  return watch.bad();
+}
+#else
 // MR rows side by side: out[column / 2][MR]. Returns whether NaN or an infinity was met.
 inline __attribute__((noinline)) bool pack_strip(const RowPointers& x, Pair* out) {
   static_assert(MR <= lanes<Pair>);
@@ -91,6 +105,8 @@ inline __attribute__((noinline)) bool pack_strip(const RowPointers& x, Pair* out
   return watch.bad();
 }
 
+#endif
+
 // In place: columns [lo, hi) of a row of weights become pairs of neighbours, `x[c / 2]`. Both are multiples of a panel.
 REGARD_INLINE void round_to_pairs(float* x, int64_t lo, int64_t hi) {
   for (int64_t c = lo; c < hi; c += 2 * lanes<float>) {
@@ -98,6 +114,21 @@ REGARD_INLINE void round_to_pairs(float* x, int64_t lo, int64_t hi) {
     *(SimdOf<Pair>::Unaligned*)(x + c / 2) = both;
   }
 }
+
+#if defined(__AMX_BF16__)
+// How a softmax reads scores that are still to be multiplied by a scale: weights take their place as numbers, or as pairs.
+struct Scaled : InPlace<float> {
+  float scale;
+  explicit Scaled(float scale) : scale(scale) {}
+  REGARD_INLINE VecF logits(const float* x) const { return load(x) * scale; }
+};
+struct ToPairs : Scaled {
+  using Scaled::Scaled;
+  REGARD_INLINE void put(float* row, int64_t c, VecF a, VecF b) const {
+    *(SimdOf<Pair>::Unaligned*)(row + c / 2) = to_pairs(a, b);
+  }
+};
+#endif
 
 }  // namespace regard::REGARD_ISA
 

@@ -11,6 +11,11 @@
 #endif
 #ifdef __linux__
 #include <sys/mman.h>
+#ifdef __x86_64__
+#include <cpuid.h>
+#include <sys/syscall.h>
+#include <unistd.h>
+#endif
 #endif
 
 #include "regard.h"
@@ -57,6 +62,19 @@ int run_parallel(int threads, int (*body)(void*, int, int), void* context) {
   }
 #endif
   return body(context, 0, 1);
+}
+
+bool enable_tile_registers() {
+#if defined(__linux__) && defined(__x86_64__)
+  constexpr unsigned bfloat16_products = 1u << 22, tiles = 1u << 24;
+  unsigned eax = 0, ebx = 0, ecx = 0, edx = 0;
+  if (!__get_cpuid_count(7, 0, &eax, &ebx, &ecx, &edx)) return false;
+  if ((edx & bfloat16_products) == 0 || (edx & tiles) == 0) return false;
+  constexpr long request_permission = 0x1023, tile_data = 18;  // ARCH_REQ_XCOMP_PERM, the state component
+  return syscall(SYS_arch_prctl, request_permission, tile_data) == 0;
+#else
+  return false;
+#endif
 }
 
 void* allocate(size_t bytes) {

@@ -16,6 +16,10 @@ void* thread_scratch(size_t bytes);
 // Releases the memory if it is large. Called at the end of a body.
 void trim_thread_scratch();
 
+// Whether the CPU has AMX with products of bfloat16 numbers and the system lets this process use its registers. They are
+// large, and Linux saves them only for processes that asked for it.
+bool enable_tile_registers();
+
 void* allocate(size_t bytes);
 void release(void* memory);
 

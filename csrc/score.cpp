@@ -5,7 +5,20 @@
 
 namespace regard::REGARD_ISA {
 
-#if defined(__AVX512BF16__)
+#if defined(__AMX_BF16__)
+
+void PairScore::fill(int64_t, int rows, Panels panels, const Pair* strip, const Pair* transposed, float* scores,
+                     int64_t stride) const {
+  multiply_tiles<false>(rows, panels.count, depth / tile_rows, {strip, depth},
+                        {transposed, NR<float>, NR<float> * depth}, scores, stride);
+  for (int r = 0; scales && r < rows; ++r)
+    for (int64_t c = 0; c < panels.count * NR<float>; c += lanes<float>)
+      store(scores + r * stride + c, load(scores + r * stride + c) * scale);
+}
+
+void PairScore::fill_direct(int, Panels, const Pair*, int64_t, const Pair*, float*, int64_t) const {}  // never in place
+
+#elif defined(__AVX512BF16__)
 
 void PairScore::fill(int64_t, int rows, Panels panels, const Pair* strip, const Pair* transposed, float* scores,
                      int64_t stride) const {

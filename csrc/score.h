@@ -44,15 +44,16 @@ template <class T> struct DotScore {
 };
 
 #if defined(__AVX512BF16__)
-// q . k of bfloat16 numbers by the CPU's own products; the sums are multiplied by the scale.
+// q . k of bfloat16 numbers by the CPU's own products; the sums are multiplied by the scale, unless the caller does it.
 struct PairScore {
   using Operand = Pair;
   static constexpr bool is_product = true;
   const int64_t depth;
   const float scale;
-  explicit PairScore(const regard_dot& p) : depth(operands<Pair>(p.D)), scale(Scales<float>(p).key) {}
+  bool scales = true;
+  explicit PairScore(const regard_dot& p) : depth(row_operands<Pair>(p.D)), scale(Scales<float>(p).key) {}
 
-  static bool reads_in_place(const regard_dot& p) { return p.D % 2 == 0 && p.q.stride[2] % 2 == 0; }
+  static bool reads_in_place(const regard_dot& p) { return !has_amx && p.D % 2 == 0 && p.q.stride[2] % 2 == 0; }
 
   int prepare(const regard_dot&) { return REGARD_OK; }
   float key_factor(float factor) const { return factor; }

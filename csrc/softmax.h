@@ -19,13 +19,22 @@ template <class T> constexpr T max_safe_logit = 30;
 // Arrays with one number for each row of a strip are read and written in whole vectors.
 template <class T> constexpr int strip_lanes = (MR + lanes<T> - 1) / lanes<T> * lanes<T>;
 
+// How logits are read from a row of scores, and how weights take their place.
+template <class T> struct InPlace {
+  REGARD_INLINE Vec<T> logits(const T* x) const { return load(x); }
+  REGARD_INLINE void put(T* row, int64_t c, Vec<T> a, Vec<T> b) const {
+    store(row + c, a);
+    store(row + c + lanes<T>, b);
+  }
+};
+
 // x[c] = weight(x[c]) for c in [lo, hi); returns their sums lane by lane.
-template <class T, class F> REGARD_INLINE Vec<T> map_and_sum(T* x, int64_t lo, int64_t hi, F&& weight) {
+template <class T, class Scores, class F>
+REGARD_INLINE Vec<T> map_and_sum(const Scores& scores, T* x, int64_t lo, int64_t hi, F&& weight) {
   Vec<T> left{}, right{};
   for (int64_t c = lo; c < hi; c += 2 * lanes<T>) {
-    const Vec<T> a = weight(load(x + c)), b = weight(load(x + c + lanes<T>));
-    store(x + c, a);
-    store(x + c + lanes<T>, b);
+    const Vec<T> a = weight(scores.logits(x + c)), b = weight(scores.logits(x + c + lanes<T>));
+    scores.put(x, c, a, b);
     left += a;
     right += b;
   }
@@ -33,23 +42,27 @@ template <class T, class F> REGARD_INLINE Vec<T> map_and_sum(T* x, int64_t lo, i
 }
 
 // x[c] = 2^(x[c] - peak), for a peak of any size; adds the weights to sums.
-template <class T> __attribute__((noinline, cold)) void exp2_and_sum_any_peak(T* x, int64_t lo, int64_t hi, T peak,
-                                                                              Vec<T>& sums) {
+template <class T, class Scores>
+__attribute__((noinline, cold)) void exp2_and_sum_any_peak(const Scores& scores, T* x, int64_t lo, int64_t hi, T peak,
+                                                           Vec<T>& sums) {
   const Vec<T> top = broadcast(greatest(peak, no_peak<T>));
-  sums += map_and_sum(x, lo, hi, [&](Vec<T> x) __attribute__((always_inline)) { return exp2(x - top); });
+  sums += map_and_sum(scores, x, lo, hi, [&](Vec<T> x) __attribute__((always_inline)) { return exp2(x - top); });
 }
 
 // s[r][lo..hi) are logits and become 2^(logit - peak[r]) for the new peak; sums[r] gathers them lane by lane and alpha[r]
 // says by how much everything gathered before has shrunk. A peak is the largest logit so far, rounded to an integer, which
 // saves the subtraction; or -infinity. All MR rows are worked on, whether in use or not: a constant number of rows is worth
-// more than the rows saved.
-template <class T, int stride>
-__attribute__((noinline)) void softmax_strip(T* s, int64_t lo, int64_t hi, T* peak, Vec<T>* sums, T* alpha) {
+// more than the rows saved. Of the long strips of AMX, only the m rows in use.
+template <class T, int stride, class Scores>
+__attribute__((noinline)) void softmax_strip(const Scores& scores, T* s, int64_t lo, int64_t hi, int m, T* peak,
+                                             Vec<T>* sums, T* alpha) {
   using V = Vec<T>;
   constexpr int L = lanes<T>;
   T zero[strip_lanes<T>];
+  const int used = has_amx ? m : MR;
   REGARD_UNROLL
   for (int group = 0; group < MR; group += L) {
+    if (group >= used) break;
     V x[L];
     REGARD_UNROLL
     for (int r = 0; r < L; ++r) x[r] = broadcast(T(-infinity));
@@ -58,7 +71,7 @@ __attribute__((noinline)) void softmax_strip(T* s, int64_t lo, int64_t hi, T* pe
       for (int r = 0; r < L; ++r)
         if (group + r < MR) {
           const T* row = s + (group + r) * stride + c;
-          x[r] = max(x[r], max(load(row), load(row + L)));
+          x[r] = max(x[r], max(scores.logits(row), scores.logits(row + L)));
         }
     }
     const V old = load(peak + group), now = (max(old, max_of_each<T>(x)) + rounder<T>)-rounder<T>;
@@ -69,23 +82,24 @@ __attribute__((noinline)) void softmax_strip(T* s, int64_t lo, int64_t hi, T* pe
   }
   REGARD_UNROLL
   for (int r = 0; r < MR; ++r) {
+    if (r >= used) break;
     sums[r] *= alpha[r];
     // Each row decides separately: unused rows have arbitrary contents, which must not change the digits of others.
     if (!(zero[r] >= -far_peak<T> && zero[r] <= far_peak<T>)) {
-      exp2_and_sum_any_peak<T>(s + r * stride, lo, hi, peak[r], sums[r]);
+      exp2_and_sum_any_peak<T>(scores, s + r * stride, lo, hi, peak[r], sums[r]);
       continue;
     }
     const V least = broadcast(zero[r] + least_exponent<T>), round = broadcast(rounder<T> - zero[r]);
-    sums[r] += map_and_sum(s + r * stride, lo, hi,
+    sums[r] += map_and_sum(scores, s + r * stride, lo, hi,
                            [&](V x) __attribute__((always_inline)) { return exp2_above(x, least, round); });
   }
 }
 
 // The same for m rows of tame logits, without searching for the largest: the peak is an integer that none of them exceeds.
 // Returns whether no row lies far below it; if one does, s is overwritten and nothing else has changed.
-template <class T, int stride>
-__attribute__((noinline)) bool softmax_below(T bound, T* s, int64_t lo, int64_t hi, int m, bool hidden, T* peak,
-                                             Vec<T>* sums, T* alpha) {
+template <class T, int stride, class Scores>
+__attribute__((noinline)) bool softmax_below(const Scores& scores, T bound, T* s, int64_t lo, int64_t hi, int m,
+                                             bool hidden, T* peak, Vec<T>* sums, T* alpha) {
   using V = Vec<T>;
   constexpr T little = T(1) / (1 << 24);
   const V top = broadcast(bound), least = broadcast(bound + least_exponent<T>), round = broadcast(rounder<T> - bound);
@@ -95,10 +109,11 @@ __attribute__((noinline)) bool softmax_below(T bound, T* s, int64_t lo, int64_t 
     T* row = s + r * stride;
     total[r] = sums[r] * alpha[r];
     if (hidden)
-      total[r] +=
-          map_and_sum(row, lo, hi, [&](V x) __attribute__((always_inline)) { return exp2_above(x, least, round); });
+      total[r] += map_and_sum(scores, row, lo, hi,
+                              [&](V x) __attribute__((always_inline)) { return exp2_above(x, least, round); });
     else
-      total[r] += map_and_sum(row, lo, hi, [&](V x) __attribute__((always_inline)) { return exp2_within(x, round); });
+      total[r] +=
+          map_and_sum(scores, row, lo, hi, [&](V x) __attribute__((always_inline)) { return exp2_within(x, round); });
     if (!any_lane(total[r] > little) && any_lane(total[r] > 0)) return false;
   }
   for (int r = 0; r < m; ++r) sums[r] = total[r];

@@ -16,10 +16,11 @@
 
 namespace regard::REGARD_ISA {
 
-constexpr int64_t chunk = 384;         // keys in one step: their panels stay in the second-level cache for a block
-constexpr int64_t largest_block = 96;  // query rows that share them
-constexpr double few_keys = 1100;      // keys per strip: with fewer, queries are read in place and not packed
-constexpr double few_rows = 600;       // queries per key: with fewer, values are read in place
+// Keys in one step: their panels stay in the second-level cache for a block, and the scores of a strip in the first.
+constexpr int64_t chunk = has_amx ? 256 : 384;
+constexpr int64_t largest_block = has_amx ? 128 : 96;  // query rows that share them
+constexpr double few_keys = 1100;  // keys per strip: with fewer, queries are read in place and not packed
+constexpr double few_rows = 600;   // queries per key: with fewer, values are read in place
 constexpr int64_t one_set = 4096;  // bytes: rows a multiple of it apart evict one another from the first-level cache
 #ifdef REGARD_SANITIZE
 constexpr double many_keys = 0;  // so that small random calls take the paths of large ones
@@ -72,7 +73,7 @@ template <class T, class Visitor, class Score = DotScore<T>> struct Strips {
                p.q.stride[2] % (one_set / int64_t(storage_bytes(p.dtype))) != 0),
         direct_values(Keys::values_fit(p)), measures(Score::is_product && !scales.changes_logits) {
     at.keys = Keys::place(p, layout);
-    at.queries = layout.add(strips, strip_size<Operand>(operands<Operand>(p.D)), sizeof(Operand));
+    at.queries = layout.add(strips, strip_size<Operand>(row_operands<Operand>(p.D)), sizeof(Operand));
     at.scores = layout.add(MR, chunk, sizeof(T));
     at.rows = layout.add(strips * MR, 1, sizeof(Row<T>));
     at.spans = layout.add(strips, 1, sizeof(Span));
@@ -114,6 +115,7 @@ template <class T, class Visitor, class Score = DotScore<T>> struct Strips {
   int run_units(int64_t first, int64_t last) const {
     char* memory = (char*)thread_scratch(layout.bytes);
     if (!memory) return REGARD_NO_MEMORY;
+    const TileRegisters registers;
     State w{Keys(p, memory, at.keys, measures, direct_values),
             {},
             {},
@@ -188,7 +190,7 @@ template <class T, class Visitor, class Score = DotScore<T>> struct Strips {
   }
 
   Operand* strip_of(const State& w, int64_t s) const {
-    return w.queries + s * strip_size<Operand>(operands<Operand>(p.D));
+    return w.queries + s * strip_size<Operand>(row_operands<Operand>(p.D));
   }
 
   void fill_direct(const Row<T>& row, int m, Panels panels, const Operand* keys, T* scores) const {
@@ -228,14 +230,16 @@ template <class T, class Visitor, class Score = DotScore<T>> struct Strips {
   }
 
   // Logits become weights, for visitors that need them. False if the logits have to be computed once more.
-  bool softmax(const State& w, int64_t s, int m, int64_t lo, int64_t hi, T* peak, Vec<T>* sums, T* alpha) const {
+  template <class Scores = InPlace<T>>
+  bool softmax(const State& w, int64_t s, int m, int64_t lo, int64_t hi, T* peak, Vec<T>* sums, T* alpha,
+               const Scores& scores = {}) const {
     const T square = w.longest[s] * w.keys.longest;
     if (!(square <= max_safe_logit<T> * max_safe_logit<T>)) {
-      softmax_strip<T, chunk>(w.scores, lo, hi, peak, sums, alpha);
+      softmax_strip<T, chunk>(scores, w.scores, lo, hi, m, peak, sums, alpha);
       return true;
     }
     const T bound = T(int(__builtin_sqrt(square))) + 1;
-    if (softmax_below<T, chunk>(bound, w.scores, lo, hi, m, w.hidden, peak, sums, alpha)) return true;
+    if (softmax_below<T, chunk>(scores, bound, w.scores, lo, hi, m, w.hidden, peak, sums, alpha)) return true;
     w.longest[s] = infinity;  // not to be tried again
     return false;
   }

@@ -116,8 +116,7 @@ def takes_pairs(case: Hostile, engine: str) -> bool:
     if engine == "triton":
         return case.dtype in (torch.bfloat16, torch.float16)
     additive = score_kind(as_score(case.call.description.get("score"))) == "Additive"
-    isa = native.build_info().get("instruction set")
-    return engine == "native" and case.dtype == torch.bfloat16 and isa == "avx512bf16" and not additive
+    return engine == "native" and case.dtype == torch.bfloat16 and native.multiplies_bfloat16() and not additive
 
 
 def absurd(case: Hostile, reach: Reach) -> bool:

@@ -1,6 +1,6 @@
 """The compiled CPU kernels: dot-product and additive attention, linear attention, products with packed weights."""
 
-from regard.engines.native.binding import build_info, library, release_free_memory, why_missing
+from regard.engines.native.binding import build_info, library, multiplies_bfloat16, release_free_memory, why_missing
 from regard.engines.native.engine import ENGINE, find_packed_call, gradients, run_quantized, why_avoid, why_not
 from regard.engines.native.inspection import can_select_rows, pooled_weights, statistics, weights
 from regard.engines.native.linear import linear_backward, linear_forward, multiply, panel_rows
@@ -17,6 +17,7 @@ __all__ = [
     "linear_backward",
     "linear_forward",
     "why_missing",
+    "multiplies_bfloat16",
     "multiply",
     "panel_rows",
     "pooled_weights",

@@ -22,6 +22,7 @@ INTERFACE = 12  # version of the interface, in csrc/regard.h
 DTYPES = {torch.float32: 0, torch.float64: 1, torch.bfloat16: 2, torch.float16: 3, torch.int8: 4}
 NO_MASK, INTERVALS, TILES = 0, 1, 2  # kinds of a problem's mask
 CHECKPOINT = 512  # tokens between the checkpoints of a recurrence
+BFLOAT16_PRODUCTS = ("amx", "avx512bf16")  # instruction sets that multiply bfloat16 numbers
 _ERRORS = {
     -1: (MemoryError, "the native engine could not allocate memory; use fewer threads or shorter sequences"),
     -2: (ValueError, "the native engine got an argument that its interface does not allow"),
@@ -207,16 +208,21 @@ def why_missing() -> str:
     return lib if isinstance(lib, str) else ""
 
 
+def multiplies_bfloat16() -> bool:
+    """Whether products of bfloat16 numbers are those of the CPU: weights are then rounded to bfloat16."""
+    lib = library()
+    return not isinstance(lib, str) and lib.regard_isa().decode() in BFLOAT16_PRODUCTS
+
+
 def build_info() -> dict[str, str]:
     """Return the details of the library for bug reports."""
     lib = library()
     if isinstance(lib, str):
         return {"native": lib}
-    isa = lib.regard_isa().decode()
     return {
         "native": lib._name,
-        "instruction set": isa,
-        "bfloat16": "multiplied by the CPU's own instructions" if isa.endswith("bf16") else "multiplied as float32",
+        "instruction set": lib.regard_isa().decode(),
+        "bfloat16": "multiplied by the CPU's own instructions" if multiplies_bfloat16() else "multiplied as float32",
         "compiled for": lib.regard_isas_compiled().decode(),
         "threads": str(torch.get_num_threads()) if lib.regard_has_threads() else "1 (built without OpenMP)",
     }
