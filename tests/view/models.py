@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 from torch import Tensor, nn
 
@@ -30,10 +32,10 @@ def attended(attend: rg.Attention, query: Tensor, key: Tensor | None = None) -> 
     return record
 
 
-def of_logits(logits: Tensor, mask: rg.Mask | None = None) -> Record:
+def of_logits(logits: Tensor, mask: rg.Mask | None = None, **description: Any) -> Record:
     """Return a record of attention with the logits (H, Q, K)."""
     heads, queries, keys = logits.shape
-    attend = rg.Attention(score=rg.Dot(scale=0.0), mask=mask, bias=logits[None])
+    attend = rg.Attention(score=rg.Dot(scale=0.0), mask=mask, bias=logits[None], **description)
     return attended(
         attend, torch.zeros(1, heads, queries, 4), None if queries == keys else torch.zeros(1, heads, keys, 4)
     )

@@ -48,6 +48,16 @@ def test_the_score_is_the_mean_mass() -> None:
     assert record.head_patterns[0].score == pytest.approx(expected, abs=1e-6)
 
 
+def test_weights_that_are_no_softmax_count_as_shares() -> None:
+    spread = torch.zeros(1, N, N)
+    record = of_logits(torch.cat([spread, place(torch.arange(N) - 1)]), normalization=rg.Sigmoid(-6.0))
+    assert names(record) == [["uniform"], ["previous token"]]
+    weights = record.weights(0)[1]
+    shares = weights / weights.sum(-1, keepdim=True)
+    expected = shares[range(1, N), range(N - 1)].mean().item()
+    assert next(each.score for each in record.head_patterns if each.head == 1) == pytest.approx(expected, abs=1e-6)
+
+
 def test_induction_and_duplicates_are_recognised_by_tokens() -> None:
     half = N // 2
     at = torch.arange(N)

@@ -97,6 +97,11 @@ class CapturedAttention:
         return torch.cat(parts, 1) if len(parts) == len(self.calls) else None
 
     @property
+    def softmax(self) -> bool:
+        """Whether the weights are a softmax, so that one follows from its logit and the log-sum-exp of its row."""
+        return self._problem(self.calls[0]).softmax
+
+    @property
     def formula(self) -> str:
         """The description as text."""
         return repr(self.calls[0].attend)
@@ -317,10 +322,14 @@ class CapturedAttention:
     def weights_at(self, keys: Tensor, rows: Index = None, batch: int | None = None) -> Tensor:
         """Return the weights (H, rows, m) of `keys` (rows, m), listed separately for each query.
 
-        The weight of a key that does not exist is 0. Costs O(rows · m · D), independent of the sequence length.
+        The weight of a key that does not exist is 0. Costs O(rows · m · D), independent of the sequence length, if the
+        weights are a softmax; otherwise whole rows are computed.
         """
         batch = self.row if batch is None else batch
-        chosen, lse = resolve_index("rows", rows, self.Q), self.statistics.lse[batch]
+        chosen = resolve_index("rows", rows, self.Q)
+        if not self.softmax:
+            return self._weights_from_rows(keys, chosen, batch)
+        lse = self.statistics.lse[batch]
         result = torch.zeros(self.heads, len(chosen), keys.shape[1])
         for call, own, at in self._calls_with_rows(chosen):
             problem = self._problem(call)
@@ -347,6 +356,16 @@ class CapturedAttention:
                 part = (scores - total.masked_fill(total == -torch.inf, 0.0)).exp().squeeze(2)
                 result[:, where] = part.masked_fill(~inside[:, None], 0.0).transpose(0, 1).float()
         return result
+
+    def _weights_from_rows(self, keys: Tensor, rows: Tensor, batch: int) -> Tensor:
+        """Return the weights (H, rows, m) of `keys` (rows, m), cut out of whole rows."""
+        result = torch.zeros(self.heads, *keys.shape)
+        inside = (keys >= 0) & (keys < self.K)
+        places = keys.clamp(0, self.K - 1).expand(self.heads, -1, -1)
+        for some in torch.arange(len(rows)).split(max(1, DIRECT // (self.heads * self.K))):
+            whole = self.weights(rows=rows[some], batch=batch)  # (H, r, K)
+            result[:, some] = whole.gather(2, places[:, some]).float()
+        return result.masked_fill(~inside, 0.0)
 
     @torch.no_grad()
     def window(
@@ -391,7 +410,7 @@ class CapturedAttention:
 
     def _window_weights(self, head: int, rows: tuple[int, int], columns: tuple[int, int], batch: int) -> Tensor:
         """Return the exact weights of a window, from whole rows if they are short, else from their log-sum-exp."""
-        if len(self.calls) == 1 and (rows[1] - rows[0]) * self.K > DIRECT:
+        if len(self.calls) == 1 and (rows[1] - rows[0]) * self.K > DIRECT and self.softmax:
             return self._weights_from_lse(head, rows, columns, batch)
         step = max(1, DIRECT // self.K)
         parts = [slice(first, min(first + step, rows[1])) for first in range(*rows, step)]

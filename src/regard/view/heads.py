@@ -12,7 +12,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from regard.view.captured_attention import CapturedAttention
+from regard.view.captured_attention import DIRECT, CapturedAttention
 from regard.view.record import Record
 
 QUERIES = 2048
@@ -32,9 +32,9 @@ MORE_SPECIFIC = {  # a head with one of these patterns does not get the general 
 class HeadPattern:
     """A head and the pattern that it follows.
 
-    score: mean attention mass on the keys of the pattern. chance: the score of uniform weights. For "uniform" the score
-    is the effective fraction of the keys, exp(entropy) / number of keys. For "positional", `offset` is the position of
-    the attended key relative to the query.
+    score: mean attention mass on the keys of the pattern, as a share of the sum of the weights if they are not a
+    softmax. chance: the score of uniform weights. For "uniform" the score is the effective fraction of the keys,
+    exp(entropy) / number of keys. For "positional", `offset` is the position of the attended key relative to the query.
     """
 
     attention: int
@@ -80,12 +80,19 @@ def score_patterns(
             chance = (count / visible).clamp(max=1).expand(captured.heads, -1)
             patterns.append((name, mass[:, valid].mean(-1), chance[:, valid].mean(-1), offset))
 
+    def shares(keys: Tensor) -> Tensor:
+        """Return the parts (H, R, m) of the weights of each query that `keys` (R, m) have."""
+        weights = captured.weights_at(keys, rows)
+        return weights if totals is None else weights / totals[:, :, None]
+
     more = visible.amin(0) > 1  # queries with a choice of keys
+    totals = None if captured.softmax else _sums(captured, rows)
     statistics = captured.statistics
     assert statistics.mass is not None
+    mass = statistics.mass[captured.row][:, rows].float()
     add(
         "first token",
-        statistics.mass[captured.row][:, rows].float(),
+        mass if totals is None else mass / totals,
         1.0,
         more & ((at > 0) | (captured.kind == "cross")),
     )
@@ -96,7 +103,7 @@ def score_patterns(
     if captured.kind != "cross":
         steps = torch.arange(-NEAR, NEAR + 1)
         near = at[:, None] + steps
-        mass = captured.weights_at(near, rows)  # (H, R, 9)
+        mass = shares(near)  # (H, R, 5)
         valid_key = (near >= 0) & (near < captured.K)
         if captured.kind == "decoder":
             valid_key &= steps <= 0
@@ -107,10 +114,10 @@ def score_patterns(
             places = same_tokens(tokens, at.tolist(), following, ahead=captured.kind == "encoder")
             count = (places >= 0).sum(-1).float()
             if int(((count > 0) & more).sum()) >= MIN_QUERIES:
-                add(name, captured.weights_at(places, rows).sum(-1), count, (count > 0) & more)
+                add(name, shares(places).sum(-1), count, (count > 0) & more)
     offset = (statistics.top_keys[captured.row, :, :, 0][:, rows] - at).mode(-1).values  # (H,)
     each, which = offset.unique(return_inverse=True)
-    mass = captured.weights_at(at[:, None] + each, rows)  # (H, R, offsets)
+    mass = shares(at[:, None] + each)  # (H, R, offsets)
     mass = mass.gather(2, which[:, None, None].expand(-1, len(rows), 1))[..., 0]
     inside = (at + offset[:, None] >= 0) & (at + offset[:, None] < captured.K) & more  # (H, R)
     count = inside.sum(-1).clamp(min=1)
@@ -120,6 +127,13 @@ def score_patterns(
     )
     patterns.append(("positional", score * own, chance, offset))
     return patterns
+
+
+def _sums(captured: CapturedAttention, rows: Tensor) -> Tensor:
+    """Return the sum of the weights of each query (H, R); 1 where all are 0."""
+    parts = rows.split(max(1, DIRECT // (captured.heads * captured.K)))
+    sums = torch.cat([captured.weights(rows=some).float().sum(-1) for some in parts], 1)
+    return sums.masked_fill(sums == 0, 1.0)
 
 
 def same_tokens(tokens: Sequence[str], at: Sequence[int], following: int, *, ahead: bool) -> Tensor:
