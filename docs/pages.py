@@ -1,4 +1,4 @@
-"""Pages that mkdocs.yml does not name: applications have a section of their own, so that a new one is one file."""
+"""Pages that mkdocs.yml does not name: applications, which have a section of their own, and the calculator."""
 
 from __future__ import annotations
 
@@ -19,6 +19,16 @@ def on_config(config: Any) -> Any:
         if pages:
             config.nav.insert(-1, {title: pages})
     return config
+
+
+def on_files(files: Any, config: Any) -> Any:
+    """Add the calculator, which the package writes; mkdocs calls this."""
+    from mkdocs.structure.files import File
+
+    from regard.lab.calculator import calculator
+
+    files.append(File.generated(config, "calculator.html", content=calculator()))
+    return files
 
 
 def paths(nav: Any) -> list[str]:

@@ -396,6 +396,9 @@ def lab(
     language: Annotated[str, typer.Option("--lang", help="Language of the page: en or zh.")] = "en",
     seed: Annotated[int, typer.Option(min=0, help="Seed of the random numbers.")] = 0,
     show: Annotated[bool, typer.Option("--list", help="Only list the claims.")] = False,
+    calculator: Annotated[
+        bool, typer.Option("--calculator", help="Only write the attention calculator, a page in English and Chinese.")
+    ] = False,
     as_json: Json = False,
 ) -> None:
     """Measure claims of the theory of attention, and write a page of results.
@@ -405,9 +408,13 @@ def lab(
     regard lab -o lab.html
     regard lab variance saturation
     regard lab --lang zh -o lab.html --notebook lab.ipynb
+    regard lab --calculator -o calculator.html
     """
-    from regard.cli.lab import lab
+    from regard.cli.lab import lab, write_calculator
 
+    if calculator:
+        write_calculator(names or [], out or Path("calculator.html"))
+        return
     lab(names or [], out, notebook, language, seed, show, as_json)
 
 

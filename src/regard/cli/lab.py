@@ -6,6 +6,7 @@ from pathlib import Path
 
 from regard.cli import lab_report
 from regard.cli.console import PipeSafeConsole, print_json, print_line, print_message, stderr
+from regard.files import check_writable, write_text_atomically
 from regard.tasks import UserError
 
 
@@ -35,3 +36,13 @@ def lab(
         print_json([result.as_json(language) for result in results])
     for path in lab_report.write_files(request, results):
         print_message(str(path))
+
+
+def write_calculator(names: list[str], out: Path) -> None:
+    """Write the attention calculator."""
+    from regard.lab.calculator import calculator
+
+    if names:
+        raise UserError(f"--calculator measures no claim; leave out {names[0]!r}")
+    check_writable(out)
+    print_message(str(write_text_atomically(out, calculator())))
