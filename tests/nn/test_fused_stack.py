@@ -101,6 +101,24 @@ def test_a_change_of_a_norm_a_bias_or_a_module_is_used(change, calls):
     assert calls
 
 
+@pytest.mark.parametrize("part", ["attention_residual", "feedforward_residual", "feedforward", "attention.attend"])
+@torch.no_grad()
+def test_dropout_that_is_left_on_is_drawn(part, calls):
+    model, ids = build(dropout=0.5), tokens(1, 5)
+    rg.nn.freeze(model)
+    before = model(ids)
+    dropping = model.stack.layers[1].get_submodule(part)
+    if part == "feedforward":  # the configuration has none there
+        dropping.dropout = 0.5
+    assert dropping.dropout
+    for _ in range(2):
+        dropping.train()  # as for Monte Carlo dropout
+        assert not torch.equal(model(ids), model(ids))
+        model.eval()
+        torch.testing.assert_close(model(ids), before)
+    assert len(calls) == 3
+
+
 def test_hooks_captures_and_gradients_use_the_modules(calls):
     model, ids, seen = build(), tokens(1, 5), []
     rg.nn.freeze(model)

@@ -35,7 +35,8 @@ from regard.nn.rotary import Rotary
 from regard.sharding import current_sharding
 
 _ATTRIBUTES = (
-    "forward", "activation", "eps", "rotary", "attend", "dropout", "query_norm", "key_norm", "source", "gate", "readers"
+    "forward", "training", "dropout", "activation", "eps", "rotary", "attend", "query_norm", "key_norm", "source",
+    "gate", "readers",
 )  # fmt: skip
 _ABSENT = object()  # an attribute that is None moves elsewhere when it becomes a module
 _GLOBAL_HOOKS = (torch_module._global_forward_hooks, torch_module._global_forward_pre_hooks)
@@ -52,7 +53,7 @@ class StackPlan:
         self._panels: list[tuple[PackedWeight, Tensor]] = []
         self._addresses: list[tuple[Tensor, int]] = []
         modules = {id(module): module for layer in layers for module in layer.modules()}.values()
-        if any("forward" in module.__dict__ for module in modules):
+        if any("forward" in module.__dict__ or (module.training and _drops(module)) for module in modules):
             raise _Unsupported
         self._hooks = [hooks for m in modules for hooks in (m._forward_hooks, m._forward_pre_hooks)] + [*_GLOBAL_HOOKS]
         # What a module computes with: a replacement is noticed by the next call.
@@ -222,6 +223,10 @@ class StackPlan:
     def _sees_all(attend: Attention) -> bool:
         """Whether the last token attends to all tokens, with nothing else that depends on their number."""
         return attend.mask is causal() and attend.offset is None and attend.bias is None and not attend.tensors()
+
+
+def _drops(module: nn.Module) -> bool:
+    return bool(module.__dict__.get("dropout"))
 
 
 def _is_packed(stack: nn.Module) -> bool:
