@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import gc
 import subprocess
 import sys
@@ -255,6 +256,52 @@ class TestAFunctionOfAMask:
         reach.data.fill_(5)
         with pytest.raises(RuntimeError, match="changed between forward and backward"):
             out.sum().backward()
+
+    def gradient_after_a_change(
+        self, mask: rg.Mask, change: Callable[[], object], engine: str
+    ) -> tuple[Tensor, Tensor]:
+        """The gradient before a value that the mask reads changes, and after it."""
+        q, k, v = inputs()
+        leaf = q.clone().requires_grad_()
+        out = rg.attention(leaf, k, v, mask=mask, engine=engine).square().sum()
+        (before,) = torch.autograd.grad(out, leaf, retain_graph=True)
+        change()
+        return before, torch.autograd.grad(out, leaf)[0]
+
+    @pytest.mark.parametrize("limit", [0, 256 * 2**20])
+    def test_that_changes_before_backward_of_the_kernels_does_not_matter(self, limit: int) -> None:
+        rg.set_cache_limit(limit)
+        reach = torch.tensor(3)
+        mask = rg.where(lambda b, h, p, j: j - p <= reach)
+        before, after = self.gradient_after_a_change(mask, lambda: reach.data.fill_(5), "native")
+        assert torch.equal(before, after)
+
+    def test_that_changes_before_backward_raises_where_its_layout_was_evicted(self) -> None:
+        reach, (q, k, v) = torch.tensor(3), inputs()
+        attend = rg.Attention(mask=rg.where(lambda b, h, p, j: j - p <= reach))
+
+        def change() -> None:
+            reach.data.fill_(5)
+            rg.clear_cache()
+
+        with pytest.raises(RuntimeError, match="changed between forward and backward"):
+            self.gradient_after_a_change(attend.mask, change, "native")
+        reach.data.fill_(3)
+        assert close(attend(q, k, v), attended(q, k, v, J - P <= 3))
+
+    @pytest.mark.parametrize("engine", ["native", "tiled"])
+    def test_that_reads_unknown_objects_may_not_change_before_backward(self, engine: str) -> None:
+        class Reach:
+            keys = 3
+
+            def __call__(self, b: Tensor, h: Tensor, p: Tensor, j: Tensor) -> Tensor:
+                return j - p <= self.keys
+
+        reach = Reach()
+        expectation = contextlib.nullcontext() if engine == "native" else pytest.raises(RuntimeError, match="different")
+        with expectation:
+            before, after = self.gradient_after_a_change(rg.where(reach), lambda: setattr(reach, "keys", 1), engine)
+            assert torch.equal(before, after)
 
 
 class TestTheLimit:

@@ -96,6 +96,15 @@ class Cache:
             evicted += self._shrink()
         _drop(evicted)
 
+    def find(self, key: Hashable) -> Any:
+        """Return the value of a key and mark it as used; None if there is none."""
+        with self._lock:
+            if (known := self._entries.get(key)) is None:
+                return None
+            self._entries.move_to_end(key)
+            self._hits += 1
+            return known.value
+
     def touch(self, key: Hashable) -> None:
         """Mark an entry as used, for a value held elsewhere."""
         with self._lock:

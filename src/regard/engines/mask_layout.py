@@ -37,10 +37,24 @@ class MaskLayout:
 def mask_layout(mask: Mask, key: tuple) -> MaskLayout:
     """Return the layout of a mask for the frame with this key, cached by the mask's content."""
     mask = mask.snapshot()
-    content = mask.content()
-    known = None if content is None else ("layout", content, key)
+
+    def build() -> MaskLayout:
+        mask.check_unchanged()  # its content may be that of a forward pass, long before this backward
+        return MaskLayout(*_build_layout(mask, key))
+
     with without_transforms():
-        return CACHE.get_or_build(known, lambda: MaskLayout(*_build_layout(mask, key)), owner=mask)
+        return CACHE.get_or_build(_cache_key(mask, key), build, owner=mask)
+
+
+def find_mask_layout(mask: Mask, key: tuple) -> MaskLayout | None:
+    """Return the cached layout of a mask, or None if there is none."""
+    known = _cache_key(mask.snapshot(), key)
+    return None if known is None else CACHE.find(known)
+
+
+def _cache_key(mask: Mask, key: tuple) -> tuple | None:
+    content = mask.content()
+    return None if content is None else ("layout", content, key)
 
 
 def _build_layout(mask: Mask, key: tuple) -> LayoutTensors:

@@ -76,6 +76,11 @@ class Problem:
         """Whether score or bias is user code, which may use any tensors and draw random numbers."""
         return type(self.score) not in BUILT_IN or not (self.bias is None or is_built_in(self.bias))
 
+    @property
+    def unpredictable(self) -> bool:
+        """Whether user code that a backward pass calls again may return something else, and cannot be asked whether."""
+        return self.custom or (self.mask is not None and self.mask.content() is None)
+
     def closes_over_trainable(self) -> bool:
         """Whether score or bias uses tensors that require grad and are not among `tensors`."""
         parts = [part for part in (self.score, self.bias) if part is not None]

@@ -202,7 +202,7 @@ def _attend_row(problem: Problem, pieces: TiledInputs, row: TileRow, seed: Tenso
     for columns, full in row.columns:
         tile = pieces.tile(row, columns, full)
         if save:
-            known: list[Tensor] | None = [] if problem.custom else None
+            known: list[Tensor] | None = [] if problem.unpredictable else None
             part, own = checkpoint(
                 _attend_tile, problem, tile, seed, known, use_reentrant=False, preserve_rng_state=problem.custom
             )
@@ -407,7 +407,7 @@ def gradients(
                     cut = n >= 3 and grad.shape != grads[n].shape
                     target = tile.at.take(pad_leading(grads[n])) if cut else grads[n][boxes[n]] if n < 3 else grads[n]
                     target += grad
-        if whole and problem.custom and not _sums_to_one(problem, row, mass, lse[row.box].unsqueeze(-1)):
+        if whole and problem.unpredictable and not _sums_to_one(problem, row, mass, lse[row.box].unsqueeze(-1)):
             raise mismatch_error(problem)
     if problem.mask is not None:  # non-finite values were replaced by a constant
         for n, tensor in ((1, key), (2, value)):
@@ -446,7 +446,7 @@ def _sums_to_one(problem: Problem, row: TileRow, mass: Tensor, lse: Tensor) -> b
 
 
 def mismatch_error(problem: Problem) -> RuntimeError:
-    names = " and ".join(repr(part) for part in (problem.score, problem.bias) if part is not None)
+    names = " and ".join(repr(part) for part in (problem.score, problem.mask, problem.bias) if part is not None)
     return RuntimeError(
         f"{names} returned different values in the backward pass than in the forward pass; if it uses tensors that are "
         "replaced in between, as by torch.func.functional_call, write it as an nn.Module that holds them; draw random "

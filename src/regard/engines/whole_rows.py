@@ -149,7 +149,7 @@ def gradients(
             bias = None if problem.bias is None else problem.bias.cut(tile.at)
             own = replace(tile, query=given[0], key=given[1], value=given[2], bias=bias)
             part = _attend_block(problem, own, seed, once=motion is None)
-        if problem.custom and not _agrees(part.to(output.dtype), output[row.box]):
+        if problem.unpredictable and not _agrees(part.to(output.dtype), output[row.box]):
             raise tiled.mismatch_error(problem)
         given += [*problem.score.tensors(), *(() if bias is None else bias.tensors())]
         given += problem.normalization.tensors()

@@ -14,7 +14,7 @@ from regard.engines import lowering, reference
 from regard.engines.derivatives import apply, outside_transforms
 from regard.engines.dropout import draw_seed
 from regard.engines.lowering import LoweredConstants, LoweredTensors, add_shaw_values, in_float32, lower
-from regard.engines.mask_layout import layout_tensors, mask_layout
+from regard.engines.mask_layout import MaskLayout, find_mask_layout, layout_tensors, mask_layout
 from regard.engines.native.attention import Quantized, backward, forward, forward_output
 from regard.engines.native.binding import why_missing
 from regard.engines.native.jvp import NativeOperator
@@ -121,13 +121,16 @@ def gradients(
 
 
 def prepare(
-    problem: Problem, query: Tensor, key: Tensor, value: Tensor, seed: Tensor | None
+    problem: Problem, query: Tensor, key: Tensor, value: Tensor, seed: Tensor | None, held: MaskLayout | None = None
 ) -> tuple[LoweredTensors, Shaw | None, LoweredConstants]:
+    """Return the lowered tensors, Shaw's bias and the constants of a call; `held` is its mask layout, if known."""
     x, shaw, scale = lower(problem, query, key, value)
     frame = problem.frame
     layout: tuple[Tensor, ...] = ()
     strides = 0, 0
-    if problem.mask is not None:
+    if held is not None:
+        layout, strides = held.tensors, held.strides
+    elif problem.mask is not None:
         *axes, offsets = frame.cache_key()
         # Sizes as ints: tracing specialises symbolic ones, since the mask layout depends on them.
         layout, strides = layout_tensors(
@@ -152,12 +155,15 @@ def _attend_packed(problem: Problem, query: Tensor, key: Tensor, value: Tensor) 
     # The packed addresses of the mask layout require that it lives until the kernel is done.
     held = None if packed is None else packed.hold_mask_layout()
     if packed is None or (held is None and problem.mask is not None):
-        x, _, fixed = prepare(problem, query, key, value, None)
-        held = None if problem.mask is None else mask_layout(problem.mask, problem.frame.cache_key())
-        packed = PackedCall(problem, x, fixed, held)
+        cached = True
+        if problem.mask is not None:
+            held = mask_layout(problem.mask, problem.frame.cache_key())
+            cached = find_mask_layout(problem.mask, problem.frame.cache_key()) is held
+        x, _, fixed = prepare(problem, query, key, value, None, held)
+        packed = PackedCall(problem, x, fixed, held, cached=cached)
         if len(problem.memo) >= MAX_PACKED:
             problem.memo.clear()
-        if held is None or held.tensors is fixed.mask_layout:  # not if the cache keeps nothing
+        if cached:
             problem.memo[layout] = packed
     return packed.attend(query, key, value)
 

@@ -15,7 +15,7 @@ from torch.autograd import forward_ad
 from regard.cache import CACHE
 from regard.engines.derivatives import Operator, Tensors, apply, apply_plain
 from regard.engines.lowering import LoweredConstants, LoweredTensors
-from regard.engines.mask_layout import MaskLayout, mask_layout
+from regard.engines.mask_layout import MaskLayout, find_mask_layout, mask_layout
 from regard.engines.native.attention import empty_output, pack_problem
 from regard.engines.native.binding import ABSENT, GRADIENT, PROBLEM, RESULT, library, status_error, tensor_fields
 from regard.engines.native.jvp import NativeOperator
@@ -43,11 +43,14 @@ class PackedCall(Operator):
 
     outputs = 2
 
-    def __init__(self, problem: Problem, x: LoweredTensors, fixed: LoweredConstants, layout: MaskLayout | None) -> None:
+    def __init__(
+        self, problem: Problem, x: LoweredTensors, fixed: LoweredConstants, layout: MaskLayout | None, *, cached: bool
+    ) -> None:
         self.problem = problem = replace(problem)  # a copy: the memo of the original keeps this call
         self.threads = torch.get_num_threads()
-        self._constants = fixed._replace(mask_layout=(), problem=problem)  # the cache keeps the mask layout
+        self._constants = fixed._replace(mask_layout=(), problem=problem)
         self._mask_layout = None if layout is None else weakref.ref(layout)
+        self._own_layout = None if cached else layout  # otherwise the cache keeps it
         self._epoch = CACHE.epoch  # of the cache when the mask layout was last found there
         self._needs_lse = problem.lse or problem.grad
         self._forms = _forms(x[:3])
@@ -73,17 +76,15 @@ class PackedCall(Operator):
 
     def hold_mask_layout(self) -> MaskLayout | None:
         """Return the mask layout whose addresses are packed, or None if there is none or it was evicted."""
-        held = None if self._mask_layout is None else self._mask_layout()
-        if held is not None and self._epoch != CACHE.epoch:  # it may have been evicted, or else counts as used
-            epoch, now = CACHE.epoch, self._find_mask_layout()
-            if now is not held:
+        if self._mask_layout is None or self._own_layout is not None:
+            return self._own_layout
+        held, mask = self._mask_layout(), self.problem.mask
+        if held is not None and mask is not None and self._epoch != CACHE.epoch:  # evicted, or else counts as used
+            epoch = CACHE.epoch
+            if find_mask_layout(mask, self.problem.frame.cache_key()) is not held:
                 return None
             self._epoch = epoch
         return held
-
-    def _find_mask_layout(self) -> MaskLayout | None:
-        mask = self.problem.mask
-        return None if mask is None else mask_layout(mask, self.problem.frame.cache_key())
 
     def attend(self, query: Tensor, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor | None]:
         """Return output and log-sum-exp, with a graph if the problem has one; the caller holds the mask layout."""
@@ -193,7 +194,9 @@ class PackedCall(Operator):
 
     def _native(self) -> NativeOperator:
         """Return the operator that packs every call, and supports all tensors and derivatives."""
-        layout = self._find_mask_layout()
+        layout, mask = self.hold_mask_layout(), self.problem.mask
+        if layout is None and mask is not None:
+            layout = mask_layout(mask, self.problem.frame.cache_key())
         return NativeOperator(self._constants._replace(mask_layout=() if layout is None else layout.tensors))
 
 
