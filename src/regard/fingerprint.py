@@ -121,6 +121,29 @@ def reads_tensors(function: Any) -> bool:
     return (state := function_state(function)) is None or contains_tensor(state)
 
 
+def accelerator_of(function: Any) -> torch.device | None:
+    """Return the device of the tensors that a function reads, other than its arguments, unless it is the CPU."""
+    while type(function) is partial:
+        for value in (*function.args, *function.keywords.values()):
+            if isinstance(value, Tensor) and not value.is_cpu:
+                return value.device
+        function = function.func
+    if not isinstance(function, types.FunctionType):
+        return None
+    values = [*(cell.cell_contents for cell in function.__closure__ or () if _is_filled(cell))]
+    values += [function.__globals__.get(name) for name in _names(function.__code__)]
+    values += [*(function.__defaults__ or ()), *(function.__kwdefaults__ or {}).values()]
+    return next((value.device for value in values if isinstance(value, Tensor) and not value.is_cpu), None)
+
+
+def _is_filled(cell: types.CellType) -> bool:
+    try:
+        cell.cell_contents  # noqa: B018
+    except ValueError:
+        return False
+    return True
+
+
 def _state(value: Any, inside: tuple[int, ...]) -> Hashable:
     if isinstance(value, np.ndarray):
         if value.dtype.hasobject:

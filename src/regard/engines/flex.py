@@ -26,6 +26,7 @@ from regard.masks.tiles import Tiles
 from regard.positions.biases import Bias, Shaw, Sum, is_built_in
 from regard.scores import Bilinear, Cosine, Dot, Modified, Score
 
+DEVICES = ("cpu", "cuda", "xpu", "hpu", "mps")
 BLOCK = (128, 128)  # queries and keys of a block of torch's BlockMask
 
 
@@ -217,6 +218,8 @@ def why_not(problem: Problem) -> list[str]:
         reasons.append(f"its kernel computes a softmax, not {problem.normalization!r}")
     if problem.device.type == "meta":
         reasons.append("it reads values, and meta tensors have none")
+    elif problem.device.type not in DEVICES:
+        reasons.append(f"torch has no FlexAttention for {problem.device.type}")
     if type(base) not in (Dot, Cosine, Bilinear):
         reasons.append(f"its kernel supports dot products, not {base!r}")
     if problem.bias is not None and not is_built_in(problem.bias):
@@ -225,8 +228,8 @@ def why_not(problem: Problem) -> list[str]:
         reasons.append("it has no dropout")
     if any(isinstance(part, Shaw) and part.values is not None for part in parts):
         reasons.append("it does not support the value part of shaw")
-    if problem.device.type == "cpu" and problem.grad:
-        reasons.append("FlexAttention cannot train on a CPU")
+    if problem.device.type in ("cpu", "mps") and problem.grad:
+        reasons.append(f"FlexAttention cannot train on {'a CPU' if problem.device.type == 'cpu' else 'mps'}")
     if problem.tangent:
         reasons.append("its kernel has no forward mode")
     if problem.in_transform:

@@ -11,7 +11,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from regard.fingerprint import function_state, reads_tensors
+from regard.fingerprint import accelerator_of, function_state, reads_tensors
 from regard.geometry import CallSlice, Frame, Indices, broadcasts, format_shape, pad_leading, to_numpy
 from regard.hashing import hash32
 from regard.masks.algebra import EMPTY, PARTIAL, Boxes, Kinds, Mask, kinds, mark_traced
@@ -98,7 +98,13 @@ class Where(Mask):
             )
 
     def allows(self, at: Indices) -> Tensor:
-        bits = self.function(at.b, at.h, at.p, at.j)
+        indices = at.b, at.h, at.p, at.j
+        device = None if torch.compiler.is_compiling() or not at.j.is_cpu else accelerator_of(self.function)
+        if device is not None:  # a layout is built on the CPU, also where the function reads tensors of a GPU
+            bits = self.function(*(index.to(device) for index in indices))
+            bits = bits.cpu() if isinstance(bits, Tensor) else bits
+        else:
+            bits = self.function(*indices)
         if not isinstance(bits, Tensor) or bits.dtype != torch.bool:
             actual = f"a {bits.dtype} tensor" if isinstance(bits, Tensor) else type(bits).__name__
             raise TypeError(

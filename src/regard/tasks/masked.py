@@ -22,7 +22,7 @@ from regard.progress import track
 from regard.training.onnx_graphs import Graph, text_graph
 from regard.training.pretrained import encoder_config
 from regard.training.recipe import Recipe, option
-from regard.training.task import Batch, Metrics, Prediction, Task
+from regard.training.task import Batch, Metrics, Prediction, Task, to_device
 
 
 @dataclass(frozen=True)
@@ -69,7 +69,9 @@ class Masked(Task):
     @torch.no_grad()
     def evaluate(self, model: nn.Module, processor: Processor, rows: Sequence[Row]) -> Metrics:
         items, right, total, count = self.dataset(processor, rows, BadRows()), 0, 0.0, 0
+        device = next(model.parameters()).device
         for batch in items.all():
+            batch = to_device(batch, device)
             logits = _masked_logits(model, batch).float()
             right += int((logits.argmax(-1) == batch.targets).sum())
             total, count = total + float(F.cross_entropy(logits, batch.targets, reduction="sum")), count + batch.count

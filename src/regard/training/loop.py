@@ -25,14 +25,13 @@ from torch import Tensor, nn
 
 from regard.data.batches import in_order, plan, shards
 from regard.errors import UserError
-from regard.nn import Packed
 from regard.progress import stage
 from regard.training.lock import lock_run
 from regard.training.nonfinite import find_nonfinite_gradient, find_nonfinite_layer
 from regard.training.recipe import Recipe
 from regard.training.runs import Log, Progress, Run, environment, has_steps, load, reserve_folder
 from regard.training.sources import Examples, Sources, read_examples, reread_examples
-from regard.training.task import Batch, Dataset, Task, tasks
+from regard.training.task import Batch, Dataset, Task, tasks, to_device
 
 SequenceContext = Callable[[], AbstractContextManager[Any]]
 """Creates a context in which processes share the sequences of a batch."""
@@ -405,20 +404,6 @@ class _Trainer:
     def close(self) -> None:
         if self.log is not None:
             self.log.close()
-
-
-def to_device(value: Any, device: torch.device) -> Any:
-    """Move all tensors within a value to a device."""
-    if isinstance(value, Tensor):
-        return value.to(device)
-    if isinstance(value, Packed):
-        return Packed(value.values.to(device), value.lengths)
-    if isinstance(value, Batch):
-        return replace(value, inputs=to_device(value.inputs, device), targets=to_device(value.targets, device))
-    if isinstance(value, tuple | list):
-        parts = [to_device(part, device) for part in value]
-        return type(value)(*parts) if hasattr(value, "_fields") else type(value)(parts)
-    return value
 
 
 def _accelerator(task: Task, recipe: Recipe) -> Any:

@@ -4,12 +4,13 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, fields, replace
 from pathlib import Path
 from types import MappingProxyType
 from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple, Protocol
 
 import numpy as np
+import torch
 from torch import Tensor, nn
 
 from regard.data.processor import Processor
@@ -17,6 +18,7 @@ from regard.data.readers import Row, read_rows
 from regard.data.splits import normalize_text, split
 from regard.errors import BadRows
 from regard.field_types import check_maximum, check_minimum, check_options
+from regard.nn import Packed
 from regard.training.recipe import Recipe
 
 if TYPE_CHECKING:
@@ -31,6 +33,20 @@ class Batch:
     targets: Any
     tokens: int  # without padding, for tokens/s
     count: int  # denominator of the mean loss
+
+
+def to_device(value: Any, device: torch.device) -> Any:
+    """Move all tensors within a value to a device."""
+    if isinstance(value, Tensor):
+        return value.to(device)
+    if isinstance(value, Packed):
+        return Packed(value.values.to(device), value.lengths)
+    if isinstance(value, Batch):
+        return replace(value, inputs=to_device(value.inputs, device), targets=to_device(value.targets, device))
+    if isinstance(value, tuple | list):
+        parts = [to_device(part, device) for part in value]
+        return type(value)(*parts) if hasattr(value, "_fields") else type(value)(parts)
+    return value
 
 
 class Dataset(Protocol):

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from copy import copy
+from copy import copy, deepcopy
 from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Literal, NamedTuple
@@ -205,6 +205,7 @@ class CapturedAttention:
         """Finish after the model has run: reorder the rows of earlier calls so that each beam has its own history, and
         keep the first beam of each source."""
         self._last_key = None
+        self._move_to_cpu()
         if self._keys is None or all(call.parents is None for call in self.calls):
             return
         sources, beams = len(self.calls[0].query), len(self.calls[-1].query)
@@ -220,6 +221,21 @@ class CapturedAttention:
                 calls.append(call.select_rows(rows))
                 rows = rows if call.parents is None else call.parents[rows]
         self.calls = calls[::-1]
+
+    def _move_to_cpu(self) -> None:
+        """Move what was recorded on an accelerator: pages, pictures and numbers are made on the CPU."""
+        if self._keys is None or self._keys.is_cpu:
+            return
+        assert self._values is not None
+        moved: dict[int, Attention] = {}
+        with torch.inference_mode(False), torch.no_grad():
+            self._keys, self._values = self._keys.cpu(), self._values.cpu()
+            for n, call in enumerate(self.calls):
+                if id(call.attend) not in moved:
+                    moved[id(call.attend)] = deepcopy(call.attend).to("cpu")
+                ids, parents = (None if each is None else each.cpu() for each in (call.ids, call.parents))
+                attend = moved[id(call.attend)]
+                self.calls[n] = replace(call, attend=attend, query=call.query.cpu(), ids=ids, parents=parents)
 
     def _clear_cache(self) -> None:
         self.__dict__.pop("statistics", None)
