@@ -20,6 +20,7 @@ template <class T, class Score> struct Backward {
   const int64_t block_rows, blocks;
   const int64_t table;      // entries of a row of d_row_table
   const int64_t diagonals;  // numbers in all of d_diagonal
+  const int64_t all_rows;   // of dQ: products write whole tiles
   const int64_t per_head;   // numbers in dQ, d_row_table and the sums of the score of one head
   const int64_t part;       // numbers in one thread's share of them for one key/value head
   RowGradients<T> row_gradients;
@@ -38,11 +39,12 @@ template <class T, class Score> struct Backward {
         block_rows(p.tiles.pointer ? int64_t(REGARD_TILE) : rows_of(p)), blocks((p.Q + block_rows - 1) / block_rows),
         table(gradient.d_row_table.data ? 2 * p.radius + 1 : 0),
         diagonals(gradient.d_diagonal.data ? diagonal_heads(p, gradient) * (p.Q + p.K - 1) : 0),
-        per_head(p.Q * (Dp + table) + score.sums()), part(group * per_head), row_gradients(p, gradient, scales) {
+        all_rows(has_amx ? round_up(p.Q, MR) : p.Q), per_head(all_rows * (Dp + table) + score.sums()),
+        part(group * per_head), row_gradients(p, gradient, scales) {
     at.rows = HeadRows<T, A>::place(p, layout);
     at.reach = layout.add(blocks, 1, sizeof(VisibleColumns));
-    at.keys = layout.add(key_tile, operands<A>(p.D), sizeof(A));
-    at.values = layout.add(key_tile, operands<A>(p.E), sizeof(A));
+    at.keys = layout.add(key_tile, row_operands<A>(p.D), sizeof(A));
+    at.values = layout.add(key_tile, row_operands<A>(p.E), sizeof(A));
     at.key_panels = layout.add(key_pitch, Dp, sizeof(A));
     const int64_t kept = group > 1 ? tiles : 1;
     at.d_keys = layout.add(kept * (key_tile + MR), Dp, sizeof(T));
@@ -58,6 +60,7 @@ template <class T, class Score> struct Backward {
   // its gradients are then added up once.
   static int64_t rows_of(const regard_dot& p) {
     if (p.Q <= most_rows) return round_up(greatest<int64_t>(1, p.Q), MR);
+    if (has_amx) return most_rows;
     return (p.D + p.E) * int64_t(sizeof(T)) <= 640 ? 96 / MR * MR : 48 / MR * MR;
   }
 
@@ -116,6 +119,7 @@ template <class T, class Score> struct Backward {
   int run_units(int64_t first_head, int64_t from, int64_t to, int thread) const {
     char* memory = (char*)thread_scratch(layout.bytes);
     if (!memory) return REGARD_NO_MEMORY;
+    const TileRegisters registers;
     Work w{HeadRows<T, A>(p, memory, at.rows),
            (VisibleColumns*)(memory + at.reach),
            (A*)(memory + at.keys),
@@ -154,8 +158,8 @@ template <class T, class Score> struct Backward {
     for (int64_t n = 0; n < group; ++n) {
       const int64_t h = g * group + n;
       w.d_queries = shared ? shared + n * per_head : own;
-      w.d_table = w.d_queries + p.Q * Dp;
-      w.sums = w.d_table + p.Q * table;
+      w.d_table = w.d_queries + all_rows * Dp;
+      w.sums = w.d_table + all_rows * table;
       __builtin_memset(w.d_queries, 0, size_t(per_head) * sizeof(T));
       if (diagonals) {
         const int64_t at = (gradient.d_diagonal.stride[0] ? b : 0) * (gradient.d_diagonal.stride[1] ? p.H : 1) +
@@ -200,8 +204,8 @@ template <class T, class Score> struct Backward {
     T* d_keys = w.d_keys + slot * (key_tile + MR) * Dp;
     T* d_values = w.d_values + slot * (key_tile + MR) * Ep;
     if (n == 0) {
-      __builtin_memset(d_keys, 0, size_t(keys * Dp) * sizeof(T));
-      __builtin_memset(d_values, 0, size_t(keys * Ep) * sizeof(T));
+      __builtin_memset(d_keys, 0, size_t((has_amx ? key_tile + MR : keys) * Dp) * sizeof(T));
+      __builtin_memset(d_values, 0, size_t((has_amx ? key_tile + MR : keys) * Ep) * sizeof(T));
     }
     if (keys > 0 && p.Q > 0) {
       pack_tile(w, b, g, j0, keys);
@@ -211,15 +215,12 @@ template <class T, class Score> struct Backward {
     if (n + 1 < group) return;
     const Matrix dk = matrix_of(gradient.d_k, p.dtype, b, g, p.K, p.D),
                  dv = matrix_of(gradient.d_v, p.dtype, b, g, p.K, p.E);
-    const T one = 1;
-    for (int64_t j = 0; j < keys; ++j) score.finish_row(g * group, d_keys + j * Dp);
-    unpack_rows<T>(dk, j0, keys, d_keys, Dp, &scales.query, 0);
-    unpack_rows<T>(dv, j0, keys, d_values, Ep, &one, 0);
+    store_keys(dk, dv, j0, keys, g, d_keys, d_values);
   }
 
   void pack_tile(Work& w, int64_t b, int64_t g, int64_t j0, int64_t keys) const {
     pack_keys(w, b, g, j0, keys);
-    for (int64_t j = 0; j < keys; j += NR<T>) score.ready_keys(w.keys + j * operands<A>(p.D));
+    for (int64_t j = 0; j < keys; j += NR<T>) score.ready_keys(w.keys + j * row_operands<A>(p.D));
     score.ready_rows(w.key_panels, keys, key_pitch * NR<T>, T(1));
   }
 
@@ -227,8 +228,8 @@ template <class T, class Score> struct Backward {
     const Matrix k = matrix_of(p.k, p.dtype, b, g, p.K, p.D), v = matrix_of(p.v, p.dtype, b, g, p.K, p.E);
     bool bad = false;
     for (int64_t j = 0; j < keys; j += NR<T>) {
-      bad |= pack_transposed(k, j0 + j, score.key_factor(scales.key), w.keys + j * operands<A>(p.D));
-      bad |= pack_transposed(v, j0 + j, T(1), w.values + j * operands<A>(p.E));
+      bad |= pack_transposed(k, j0 + j, score.key_factor(scales.key), w.keys + j * row_operands<A>(p.D));
+      bad |= pack_transposed(v, j0 + j, T(1), w.values + j * row_operands<A>(p.E));
       pack_panels(k, j0 + j, NR<T>, w.key_panels + j / terms<A> * NR<T>, key_pitch * NR<T>);
     }
     if (!bad || !(p.intervals.start || p.tiles.pointer)) return;
@@ -238,9 +239,10 @@ template <class T, class Score> struct Backward {
           !row_is_bad<T>(row_of(v, j0 + j), p.E, v.column_stride, p.dtype))
         continue;
       const int64_t panel = j / NR<T> * NR<T>, lane = j % NR<T>;
-      for (int64_t d = 0; d < p.D; ++d) clear_term(w.keys + panel * operands<A>(p.D) + d / terms<A> * NR<T> + lane, d);
+      for (int64_t d = 0; d < p.D; ++d)
+        clear_term(w.keys + panel * row_operands<A>(p.D) + d / terms<A> * NR<T> + lane, d);
       for (int64_t e = 0; e < p.E; ++e)
-        clear_term(w.values + panel * operands<A>(p.E) + e / terms<A> * NR<T> + lane, e);
+        clear_term(w.values + panel * row_operands<A>(p.E) + e / terms<A> * NR<T> + lane, e);
       clear_row<T>(w.key_panels + j / terms<A> * NR<T>, key_pitch * NR<T>, p.D, j);
     }
   }
@@ -271,35 +273,93 @@ template <class T, class Score> struct Backward {
       int from = 0, to = strips;
       while (from < to && !seen[from].meets(c, c + m)) ++from;
       while (to > from && !seen[to - 1].meets(c, c + m)) --to;
-      const int64_t r0 = from * MR, depth = operands<A>(least<int64_t>(count, to * MR) - r0);
-      if (depth <= 0) continue;
-      // Rows that share an operand are side by side at the place of the first.
-      constexpr int step = terms<A> * score_stride;
-      const A* weights = (const A*)w.scores + r0 * score_stride + c;
-      multiply_wanted<T, 1, step, Into::add>(m, panels_of_columns<T>(p.E), depth, weights, w.rows.grad_rows(i0 + r0),
-                                             w.rows.pitch * NR<T>, d_values + c * Ep, Ep);
-      const A* grads = (const A*)w.grads + r0 * score_stride + c;
-      if constexpr (Score::is_product)
-        multiply_wanted<T, 1, step, Into::add>(m, panels_of_columns<T>(p.D), depth, grads, w.rows.query_rows(i0 + r0),
-                                               w.rows.pitch * NR<T>, d_keys + c * Dp, Dp);
+      if (from < to) add_to_keys(w, i0, count, from, to, c, m, d_keys, d_values);
     }
     for (int s = 0; s < strips; ++s) {
       w.prefetcher.prefetch_next();
-      const int64_t lo = seen[s].lo / terms<A>, keys = operands<A>(seen[s].hi) - lo;
-      if (keys <= 0) continue;
-      const int m = int(least<int64_t>(MR, count - s * MR));
-      const A* key_rows = w.key_panels + lo * NR<T>;
-      T* d_queries = w.d_queries + (i0 + s * MR) * Dp;
-      constexpr int row = score_stride / terms<A>;
-      const A* grads = (terms<A> > 1 ? w.grad_pairs : (const A*)w.grads) + s * MR * row + lo;
-      if constexpr (Score::is_product)
-        multiply_wanted<T, row, 1, Into::add>(m, panels_of_columns<T>(p.D), keys, grads, key_rows, key_pitch * NR<T>,
-                                              d_queries, Dp);
-      else
-        score.add_gradients(m, keys, {w.rows.query_rows(i0 + s * MR), w.rows.pitch * NR<T>},
-                            {key_rows, key_pitch * NR<T>}, grads, score_stride, d_queries, d_keys + lo * Dp, w.sums);
+      if (seen[s].lo < seen[s].hi)
+        add_to_queries(w, i0 + s * MR, s, int(least<int64_t>(MR, count - s * MR)), seen[s], d_keys);
     }
   }
+
+#if defined(__AMX_BF16__)
+  // Gradients of keys and values are kept as columns: then weights and gradients of logits, in pairs of rows, are the right side
+  // of their products.
+  static constexpr int64_t column = key_tile + 16;  // not a power of two
+
+  void weight_gradients(int m, Panels panels, const A* grad_strip, const A* values, T* grads) const {
+    const int64_t depth = row_operands<A>(p.E);
+    multiply_tiles<false>(m, panels.count, depth / tile_rows, {grad_strip, depth}, {values, NR<T>, NR<T> * depth},
+                          grads, score_stride);
+  }
+
+  // Of keys [c, c + m) of a tile and strips [from, to) of rows.
+  void add_to_keys(const Work& w, int64_t i0, int64_t, int from, int to, int64_t c, int, T* d_keys, T* d_values) const {
+    const int64_t r0 = from * MR, pitch = w.rows.pitch;
+    const TileSide weights{(const A*)w.scores + r0 * score_stride + c, 2 * score_stride};
+    const TileSide grads{(const A*)w.grads + r0 * score_stride + c, 2 * score_stride};
+    const A *queries = w.rows.query_rows(i0 + r0), *d_out = w.rows.grad_rows(i0 + r0);
+    for (int64_t e = 0; e < Ep; e += MR)
+      multiply_tiles<true>(MR, 1, to - from, {d_out + e * pitch, pitch}, weights, d_values + e * column + c, column);
+    for (int64_t d = 0; d < Dp; d += MR)
+      multiply_tiles<true>(MR, 1, to - from, {queries + d * pitch, pitch}, grads, d_keys + d * column + c, column);
+  }
+
+  void add_to_queries(const Work& w, int64_t i, int s, int m, VisibleColumns seen, T*) const {
+    const int64_t lo = seen.lo / NR<T>, steps = (seen.hi + NR<T> - 1) / NR<T> - lo;
+    const TileSide grads{w.grad_pairs + s * MR * (score_stride / 2) + lo * tile_rows, score_stride / 2};
+    const TileSide keys{w.key_panels + lo * tile_rows * NR<T>, NR<T>, key_pitch * NR<T>};
+    multiply_tiles<true>(m, Dp / NR<T>, steps, grads, keys, w.d_queries + i * Dp, Dp);
+  }
+
+  void store_keys(const Matrix& dk, const Matrix& dv, int64_t j0, int64_t keys, int64_t, const T* d_keys,
+                  const T* d_values) const {
+    unpack_columns(dk, j0, keys, d_keys, column, scales.query);
+    unpack_columns(dv, j0, keys, d_values, column, 1);
+  }
+#else
+  void weight_gradients(int m, Panels panels, const A* grad_strip, const A* values, T* grads) const {
+    const int64_t depth = operands<A>(p.E);
+    multiply_wanted<T, 1, MR>(m, panels, depth, grad_strip, values, NR<T> * depth, grads, score_stride);
+  }
+
+  // Of keys [c, c + m) of a tile and strips [from, to) of rows.
+  void add_to_keys(const Work& w, int64_t i0, int64_t count, int from, int to, int64_t c, int m, T* d_keys,
+                   T* d_values) const {
+    const int64_t r0 = from * MR, depth = operands<A>(least<int64_t>(count, to * MR) - r0);
+    // Rows that share an operand are side by side at the place of the first.
+    constexpr int step = terms<A> * score_stride;
+    const A* weights = (const A*)w.scores + r0 * score_stride + c;
+    multiply_wanted<T, 1, step, Into::add>(m, panels_of_columns<T>(p.E), depth, weights, w.rows.grad_rows(i0 + r0),
+                                           w.rows.pitch * NR<T>, d_values + c * Ep, Ep);
+    const A* grads = (const A*)w.grads + r0 * score_stride + c;
+    if constexpr (Score::is_product)
+      multiply_wanted<T, 1, step, Into::add>(m, panels_of_columns<T>(p.D), depth, grads, w.rows.query_rows(i0 + r0),
+                                             w.rows.pitch * NR<T>, d_keys + c * Dp, Dp);
+  }
+
+  void add_to_queries(const Work& w, int64_t i, int s, int m, VisibleColumns seen, T* d_keys) const {
+    const int64_t lo = seen.lo / terms<A>, keys = operands<A>(seen.hi) - lo;
+    const A* key_rows = w.key_panels + lo * NR<T>;
+    T* d_queries = w.d_queries + i * Dp;
+    constexpr int row = score_stride / terms<A>;
+    const A* grads = (terms<A> > 1 ? w.grad_pairs : (const A*)w.grads) + s * MR * row + lo;
+    if constexpr (Score::is_product)
+      multiply_wanted<T, row, 1, Into::add>(m, panels_of_columns<T>(p.D), keys, grads, key_rows, key_pitch * NR<T>,
+                                            d_queries, Dp);
+    else
+      score.add_gradients(m, keys, {w.rows.query_rows(i), w.rows.pitch * NR<T>}, {key_rows, key_pitch * NR<T>}, grads,
+                          score_stride, d_queries, d_keys + lo * Dp, w.sums);
+  }
+
+  void store_keys(const Matrix& dk, const Matrix& dv, int64_t j0, int64_t keys, int64_t g, T* d_keys,
+                  const T* d_values) const {
+    const T one = 1;
+    for (int64_t j = 0; j < keys; ++j) score.finish_row(g * group, d_keys + j * Dp);
+    unpack_rows<T>(dk, j0, keys, d_keys, Dp, &scales.query, 0);
+    unpack_rows<T>(dv, j0, keys, d_values, Ep, &one, 0);
+  }
+#endif
 
   VisibleColumns run_strip(Work& w, int64_t i0, int64_t r0, int m, const Step* steps, int step_count, int64_t j0,
                            int64_t width) const {
@@ -339,11 +399,10 @@ template <class T, class Score> struct Backward {
       if (lo >= hi) continue;
       const Panels panels = panels_of<T>(visible_columns(span, steps[n].j0, lo, hi), lo, hi);
       const int64_t strip = w.rows.strip_at(i);
-      score.fill(rows[0].h, m, panels, w.rows.query_strip(strip), w.keys + (base + lo) * operands<A>(p.D),
+      score.fill(rows[0].h, m, panels, w.rows.query_strip(strip), w.keys + (base + lo) * row_operands<A>(p.D),
                  scores + base + lo, score_stride);
-      const int64_t depth = operands<A>(p.E);
-      multiply_wanted<T, 1, MR>(m, panels, depth, w.rows.grad_strip(strip), w.values + (base + lo) * depth,
-                                NR<T> * depth, grads + base + lo, score_stride);
+      weight_gradients(m, panels, w.rows.grad_strip(strip), w.values + (base + lo) * row_operands<A>(p.E),
+                       grads + base + lo);
       const uint64_t* words = steps[n].bits ? steps[n].bits + rows[0].i % REGARD_TILE : nullptr;
       for (int r = 0; r < m; ++r) {
         T *s = scores + r * score_stride + base, *d = grads + r * score_stride + base;
@@ -366,13 +425,13 @@ template <class T, class Score> struct Backward {
   }
 
   void store_queries(int64_t b, int64_t h, T* d_queries) const {
-    score.store_sums(gradient.d_weight, b, h, d_queries + p.Q * (Dp + table), scales.query);
+    score.store_sums(gradient.d_weight, b, h, d_queries + all_rows * (Dp + table), scales.query);
     const Matrix dq = matrix_of(gradient.d_q, p.dtype, b, h, p.Q, p.D);
     for (int64_t i = 0; i < p.Q; ++i) score.finish_row(h, d_queries + i * Dp);
     unpack_rows<T>(dq, 0, p.Q, d_queries, Dp, &scales.query, 0);
     for (int64_t i = 0; table && i < p.Q; ++i) {
       T* row = const_cast<T*>(real_row<T>(gradient.d_row_table, b, h, i));
-      for (int64_t t = 0; t < table; ++t) row[t] = d_queries[p.Q * Dp + i * table + t] * row_gradients.bias_factor;
+      for (int64_t t = 0; t < table; ++t) row[t] = d_queries[all_rows * Dp + i * table + t] * row_gradients.bias_factor;
     }
   }
 

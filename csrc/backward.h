@@ -7,9 +7,9 @@
 
 namespace regard::REGARD_ISA {
 
-constexpr int64_t key_tile = 128;       // a multiple of the tiles of a mask
-constexpr int64_t most_rows = 144;      // in a block of queries, a multiple of MR
-constexpr int score_stride = 128 + 16;  // not a power of two: columns of the buffer are read down its rows
+constexpr int64_t key_tile = 128;                   // a multiple of the tiles of a mask
+constexpr int64_t most_rows = has_amx ? 128 : 144;  // in a block of queries, a multiple of MR
+constexpr int score_stride = 128 + 16;              // not a power of two: columns of the buffer are read down its rows
 
 // sums[r] = the product of rows `row + r` of x and y.
 template <class T> __attribute__((noinline)) void dot_rows(const Matrix& x, const Matrix& y, int64_t row, int count,
@@ -78,9 +78,14 @@ template <class T, class A> void clear_row(A* first, int64_t panel, int64_t colu
 #if defined(__AVX512BF16__)
 // Weights and gradients of m rows are rounded to bfloat16, as products over rows take them: in place, (row, row + 1) at the place
 // of every other row. Gradients also as products over keys do: `pairs` of neighbours, row after row.
+// Tiles take the rows of a strip that are not in use as well: they become zero.
 inline __attribute__((noinline)) void pair_rows(float* s, float* d, Pair* pairs, int m, int64_t width) {
   constexpr int L = lanes<float>;
   using Place = SimdOf<Pair>::Unaligned;
+  for (int r = m; has_amx && r < MR; ++r)
+    for (int64_t c = 0; c < width; c += L)
+      store(s + r * score_stride + c, VecF{}), store(d + r * score_stride + c, VecF{});
+  if (has_amx) m = MR;
   for (int r = 0; r < m; r += 2, s += 2 * score_stride, d += 2 * score_stride, pairs += score_stride) {
     const auto second = [&](const float* x, int64_t c)
                             __attribute__((always_inline)) { return r + 1 < m ? load(x + score_stride + c) : VecF{}; };

@@ -23,13 +23,13 @@ template <class T, class A> struct HeadRows {
     return (p.Q + cut_of(p) - 1) / cut_of(p) * ((cut_of(p) + MR - 1) / MR);
   }
 
-  static int64_t pitch_of(const regard_dot& p) { return operands<A>(p.Q) + NR<T>; }
+  static int64_t pitch_of(const regard_dot& p) { return row_operands<A>(p.Q) + NR<T>; }
 
   static Places place(const regard_dot& p, Layout& layout) {
     const int64_t strips = strips_of(p), pitch = pitch_of(p);
-    return {layout.add(strips, strip_size<A>(operands<A>(p.D)), sizeof(A)),
+    return {layout.add(strips, strip_size<A>(row_operands<A>(p.D)), sizeof(A)),
             layout.add(pitch, round_up(p.D, NR<T>), sizeof(A)),
-            layout.add(strips, strip_size<A>(operands<A>(p.E)), sizeof(A)),
+            layout.add(strips, strip_size<A>(row_operands<A>(p.E)), sizeof(A)),
             layout.add(pitch, round_up(p.E, NR<T>), sizeof(A)),
             layout.add(p.Q, 1, sizeof(LogSum<T>)),
             layout.add(p.Q, 1, sizeof(T)),
@@ -51,11 +51,11 @@ template <class T, class A> struct HeadRows {
     return int(greatest<int64_t>(0, least<int64_t>(MR, end - first(strip))));
   }
 
-  const A* query_strip(int64_t s) const { return query_strips + s * strip_size<A>(operands<A>(D)); }
-  const A* grad_strip(int64_t s) const { return grad_strips + s * strip_size<A>(operands<A>(E)); }
+  const A* query_strip(int64_t s) const { return query_strips + s * strip_size<A>(row_operands<A>(D)); }
+  const A* grad_strip(int64_t s) const { return grad_strips + s * strip_size<A>(row_operands<A>(E)); }
   // Rows from i, the first of an operand, on.
-  const A* query_rows(int64_t i) const { return query_panels + i / terms<A> * NR<T>; }
-  const A* grad_rows(int64_t i) const { return grad_panels + i / terms<A> * NR<T>; }
+  const A* query_rows(int64_t i) const { return query_panels + i / terms<A> * apart; }
+  const A* grad_rows(int64_t i) const { return grad_panels + i / terms<A> * apart; }
 
   template <class Score>
   void load(const Score& score, const regard_dot& p, const regard_dot_gradient& g, int64_t b, int64_t h) {
@@ -75,8 +75,8 @@ template <class T, class A> struct HeadRows {
       spans[s] = span_of(rows + first(s), count(s), p.K);
       A *const query_strip = (A*)this->query_strip(s), *const query_rows = (A*)this->query_rows(first(s));
       const bool bad = pack_strip(queries, query_strip) | pack_strip(grads, (A*)grad_strip(s));
-      pack_panels(q, first(s), count(s), query_rows, pitch * NR<T>);
-      pack_panels(d_out, first(s), count(s), (A*)grad_rows(first(s)), pitch * NR<T>);
+      pack_rows(q, first(s), count(s), query_rows);
+      pack_rows(d_out, first(s), count(s), (A*)grad_rows(first(s)));
       if (bad && checks) quarantine(queries, grads, s);
       score.ready_queries(h, query_strip);
       score.ready_rows(query_rows, count(s), pitch * NR<T>, T(0.5));
@@ -84,6 +84,20 @@ template <class T, class A> struct HeadRows {
   }
 
  private:
+#if defined(__AMX_BF16__)
+  static constexpr int64_t apart = 1;  // [column][row / 2]: the left side of a product over rows
+  void pack_rows(const Matrix& x, int64_t row, int64_t count, A* out) const { pack_columns(x, row, count, out, pitch); }
+  void clear_packed(A* out, int64_t columns, int64_t row) const {
+    for (int64_t c = 0; c < columns; ++c) clear_term(out + c * pitch, row);
+  }
+#else
+  static constexpr int64_t apart = NR<T>;
+  void pack_rows(const Matrix& x, int64_t row, int64_t count, A* out) const {
+    pack_panels(x, row, count, out, pitch * NR<T>);
+  }
+  void clear_packed(A* out, int64_t columns, int64_t row) const { clear_row<T>(out, pitch * NR<T>, columns, row); }
+#endif
+
   void load_row_numbers(const regard_dot& p, const regard_dot_gradient& g, int64_t i) {
     const Row<T>& row = rows[i];
     T sum = delta[i];
@@ -110,8 +124,8 @@ template <class T, class A> struct HeadRows {
       queries.row[r] = grads.row[r] = nullptr;
       lse[i] = LogSum<T>(__builtin_nan(""));
       delta[i] = 0;
-      clear_row<T>((A*)query_rows(i), pitch * NR<T>, D, i);
-      clear_row<T>((A*)grad_rows(i), pitch * NR<T>, E, i);
+      clear_packed((A*)query_rows(i), D, i);
+      clear_packed((A*)grad_rows(i), E, i);
     }
     pack_strip(queries, (A*)query_strip(s));
     pack_strip(grads, (A*)grad_strip(s));

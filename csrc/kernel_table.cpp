@@ -4,23 +4,13 @@
 #define REGARD_STRING_OF(x) #x
 #define REGARD_STRING(x) REGARD_STRING_OF(x)
 
-#if defined(__AMX_BF16__)
-namespace regard::avx512bf16 {
-int dot_backward(const regard_dot&, const regard_dot_gradient&);
-}
-#endif
-
 namespace regard::REGARD_ISA {
 
 #ifdef REGARD_EXTENDS
 // A kernel that is not declared here is that of the other instruction set.
 using namespace REGARD_EXTENDS;
 int dot_forward(const regard_dot&, const regard_dot_result&);
-#if defined(__AMX_BF16__)
-using avx512bf16::dot_backward;
-#else
 int dot_backward(const regard_dot&, const regard_dot_gradient&);
-#endif
 #else
 REGARD_KERNELS(REGARD_DECLARE_KERNEL)
 #endif

@@ -81,6 +81,43 @@ inline __attribute__((noinline)) bool pack_panels(const Matrix& x, int64_t row, 
 }
 
 #if defined(__AMX_BF16__)
+// Rows [row, row + count) side by side: out[column][row / 2], lines of which lie `pitch` pairs apart, in whole strips of MR rows
+// and whole vectors of columns. What lies outside is zero.
+inline __attribute__((noinline)) void pack_columns(const Matrix& x, int64_t row, int64_t count, Pair* out,
+                                                   int64_t pitch) {
+  constexpr int L = lanes<Pair>;
+  static_assert(MR == 2 * L);
+  for (int64_t c = 0; c < x.columns; c += L) {
+    VecF v[L];
+    const auto numbers = [&](int64_t r) __attribute__((always_inline)) {
+      const bfloat16* from = r < count && row + r < x.rows ? at<bfloat16>(x, row + r, c) : nullptr;
+      return __builtin_convertvector(load_halves<Half>(from, x.column_stride, x.columns - c), Word);
+    };
+    REGARD_UNROLL
+    for (int i = 0; i < L; ++i) v[i] = bits_as<VecF>(numbers(2 * i) | numbers(2 * i + 1) << 16);
+    transpose<float>(v);
+    REGARD_UNROLL
+    for (int i = 0; i < L; ++i) store((float*)(out + (c + i) * pitch), v[i]);
+  }
+}
+
+// Columns of numbers that lie `pitch` apart to rows [row, row + count), times a factor.
+inline __attribute__((noinline)) void unpack_columns(const Matrix& x, int64_t row, int64_t count, const float* numbers,
+                                                     int64_t pitch, float factor) {
+  constexpr int L = lanes<float>;
+  for (int64_t r = 0; r < count; r += L)
+    for (int64_t c = 0; c < x.columns; c += L) {
+      VecF v[L];
+      REGARD_UNROLL
+      for (int i = 0; i < L; ++i) v[i] = load(numbers + (c + i) * pitch + r);
+      transpose<float>(v);
+      Matrix part = x;
+      part.data = at<bfloat16>(x, 0, c);
+      part.columns = least<int64_t>(L, x.columns - c);
+      unpack_rows<float>(part, row + r, least<int64_t>(L, count - r), (const float*)v, L, &factor, 0);
+    }
+}
+
 // MR rows of whole tiles, one after another. Returns whether NaN or an infinity was met.
 inline __attribute__((noinline)) bool pack_strip(const RowPointers& x, Pair* out) {
   NonFinitePairs watch;
