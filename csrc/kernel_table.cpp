@@ -4,6 +4,12 @@
 #define REGARD_STRING_OF(x) #x
 #define REGARD_STRING(x) REGARD_STRING_OF(x)
 
+#if defined(__AMX_BF16__)
+namespace regard::avx512bf16 {
+int packed_linear(const regard_packed_linear&);
+}
+#endif
+
 namespace regard::REGARD_ISA {
 
 #ifdef REGARD_EXTENDS
@@ -11,6 +17,11 @@ namespace regard::REGARD_ISA {
 using namespace REGARD_EXTENDS;
 int dot_forward(const regard_dot&, const regard_dot_result&);
 int dot_backward(const regard_dot&, const regard_dot_gradient&);
+#if defined(__AMX_BF16__)
+using avx512bf16::packed_linear;
+#else
+int packed_linear(const regard_packed_linear&);
+#endif
 #else
 REGARD_KERNELS(REGARD_DECLARE_KERNEL)
 #endif

@@ -2,11 +2,14 @@
 //
 // A thread has a run of panels of the weight, or of rows of x where there are many; blocks of rows of x stay in the
 // second-level cache while the panels are read. Weights in other formats are converted to float32 in registers if there is
-// one strip of rows, and panel by panel in the cache if there are several.
+// one strip of rows, and panel by panel in the cache if there are several. Small integers are multiplied as integers where
+// the CPU can: see integer_products.h.
 #include "packed_linear.h"
 
 #include "activation.h"
 #include "memory.h"
+
+#include "integer_products.h"
 #include "pack.h"
 #include "packed_weight.h"
 #include "runtime.h"
@@ -24,6 +27,13 @@ struct Panel {
   const float* bias;
   const float* residual;
   int64_t residual_row;
+
+  // A sum of row r, half v, with bias and residual.
+  REGARD_INLINE VecF added_to(VecF sum, int r, int v) const {
+    if (bias) sum += load(bias + v * lanes<float>);
+    if (residual) sum += load(residual + r * residual_row + v * lanes<float>);
+    return sum;
+  }
 };
 
 // M rows times a panel. The rows are a packed strip, or lie a_row numbers apart.
@@ -72,9 +82,7 @@ REGARD_INLINE void multiply_panel(int64_t depth, const float* a, int64_t a_row, 
         for (int p = 1; p < phases; ++p) sum += sums[p][r][v];
         float* to = c + r * c_row + v * L;
         if (k0) sum += load(to);
-        if (end == depth && panel.bias) sum += load(panel.bias + v * L);
-        if (end == depth && panel.residual) sum += load(panel.residual + r * panel.residual_row + v * L);
-        store(to, sum);
+        store(to, end == depth ? panel.added_to(sum, r, v) : sum);
       }
     }
   }
@@ -98,10 +106,10 @@ template <class Reader> void unpack_panel(int64_t depth, const char* from, float
   }
 }
 
-// M rows of the product from `row` on, as far as a panel has them.
-template <class Reader, int M, bool strip>
-__attribute__((noinline)) void put(const regard_packed_linear& p, const float* a, int64_t a_row, int64_t row,
-                                   int64_t panel, const char* data, float factor) {
+// M rows of the product from `row` on, as far as a panel has them: multiply(panel, out, distance of its rows).
+template <int M, class Multiply>
+REGARD_INLINE void put_rows(const regard_packed_linear& p, int64_t row, int64_t panel, const char* data, float factor,
+                            Multiply&& multiply) {
   const int64_t column = panel * panel_rows, left = least<int64_t>(p.N - column, panel_rows);
   float* out = p.out + row * p.out_row + column;
   const float* bias = p.bias ? p.bias + column : nullptr;
@@ -110,7 +118,7 @@ __attribute__((noinline)) void put(const regard_packed_linear& p, const float* a
   float workspace[M * panel_rows];
   const Panel where =
       whole ? Panel{data, factor, bias, residual, p.residual_row} : Panel{data, factor, nullptr, nullptr, 0};
-  multiply_panel<Reader, M, strip>(p.K, a, a_row, where, whole ? out : workspace, whole ? p.out_row : panel_rows);
+  multiply(where, whole ? out : workspace, whole ? p.out_row : panel_rows);
   for (int r = 0; !whole && r < M; ++r)
     for (int64_t n = 0; n < left; ++n)
       out[r * p.out_row + n] =
@@ -119,8 +127,38 @@ __attribute__((noinline)) void put(const regard_packed_linear& p, const float* a
     for (int r = 0; r < M; ++r) activate_row(p.activation, out + r * p.out_row, nullptr, left);
 }
 
+template <class Reader, int M, bool strip>
+__attribute__((noinline)) void put(const regard_packed_linear& p, const float* a, int64_t a_row, int64_t row,
+                                   int64_t panel, const char* data, float factor) {
+  put_rows<M>(p, row, panel, data, factor,
+              [&](const Panel& where, float* c, int64_t c_row)
+                  __attribute__((always_inline)) { multiply_panel<Reader, M, strip>(p.K, a, a_row, where, c, c_row); });
+}
+
+#ifdef REGARD_INTEGER_PRODUCTS
+template <class Reader, int M, bool unpacked>
+__attribute__((noinline)) void put_integers(const regard_packed_linear& p, const RoundedRows& x, int64_t from,
+                                            int64_t row, int64_t panel, const char* data, const char* words) {
+  put_rows<M>(p, row, panel, data, float(p.factor),
+              [&](const Panel& where, float* c, int64_t c_row) __attribute__((always_inline)) {
+                VecF sums[M][2];
+                multiply_integers<Reader, M, unpacked>(x.row(from), x.groups, where.data, words, where.factor, sums);
+                REGARD_UNROLL
+                for (int r = 0; r < M; ++r) {
+                  REGARD_UNROLL
+                  for (int v = 0; v < 2; ++v) store(c + r * c_row + v * lanes<float>, where.added_to(sums[r][v], r, v));
+                }
+              });
+}
+#endif
+
 template <class Reader> struct PackedLinear {
   static constexpr bool plain = __is_same(Reader, Float32Reader);
+#ifdef REGARD_INTEGER_PRODUCTS
+  static constexpr bool integers = is_integer<Reader>;
+#else
+  static constexpr bool integers = false;
+#endif
   const regard_packed_linear& p;
   const int64_t panels, panel_bytes;
 
@@ -130,12 +168,67 @@ template <class Reader> struct PackedLinear {
   int run() const {
     const bool by_rows = p.M >= 64 * int64_t(p.threads);
     auto body = [&](int thread, int threads) {
-      if (!by_rows) return run_part(0, p.M, panels * thread / threads, panels * (thread + 1) / threads);
+      if (!by_rows) return run_some(0, p.M, panels * thread / threads, panels * (thread + 1) / threads);
       const int64_t strips = (p.M + MR - 1) / MR;
-      return run_part(strips * thread / threads * MR, least(p.M, strips * (thread + 1) / threads * MR), 0, panels);
+      return run_some(strips * thread / threads * MR, least(p.M, strips * (thread + 1) / threads * MR), 0, panels);
     };
     return parallel(int(least<int64_t>(p.threads, by_rows ? p.M : panels)), body);
   }
+
+  int run_some(int64_t first, int64_t last, int64_t from, int64_t to) const {
+#ifdef REGARD_INTEGER_PRODUCTS
+    if constexpr (integers) return run_integers(first, last, from, to);
+#endif
+    return run_part(first, last, from, to);
+  }
+
+#ifdef REGARD_INTEGER_PRODUCTS
+  int run_integers(int64_t first, int64_t last, int64_t from, int64_t to) const {
+    if (first >= last || from >= to) return REGARD_OK;
+    RoundedRows x{(p.K + REGARD_GROUP - 1) / REGARD_GROUP};
+    const int64_t wanted = least(last - first, block_bytes / (x.groups * int64_t(sizeof(RoundedGroup))));
+    const int64_t block = greatest<int64_t>(integer_rows, wanted);
+    const bool unpacks = block > integer_rows;
+    Layout layout;
+    layout.add(block, x.groups, sizeof(RoundedGroup));
+    const size_t words_at = layout.add(unpacks ? x.groups : 0, REGARD_GROUP, panel_rows);
+    if (!layout.ok) return REGARD_TOO_LARGE;
+    char* scratch = (char*)thread_scratch(layout.bytes);
+    if (!scratch) return REGARD_NO_MEMORY;
+    x.data = (RoundedGroup*)scratch;
+    char* words = scratch + words_at;
+    bool bad = false;
+    for (int64_t begin = first; begin < last; begin += block) {
+      const int64_t end = least(last, begin + block);
+      for (int64_t m = begin; m < end; ++m)
+        bad |= round_row<IntegerWords<Reader>::pairs>(p.x + m * p.x_row, p.K, x.row(m - begin));
+      // Strips of nearly equal size, as in run_part.
+      const int64_t strips = (end - begin + integer_rows - 1) / integer_rows,
+                    rows = (end - begin + strips - 1) / strips;
+      for (int64_t panel = from; panel < to; ++panel) {
+        if (unpacks) unpack_words<Reader>(packed_panel(panel), x.groups, words);
+        for (int64_t m = begin; m < end; m += rows)
+          with_rows(int(least(rows, end - m)), [&](auto count) __attribute__((always_inline)) {
+            constexpr int M = decltype(count)::value;
+            if constexpr (M <= integer_rows) {
+              if (unpacks) put_integers<Reader, M, true>(p, x, m - begin, m, panel, packed_panel(panel), words);
+              else put_integers<Reader, M, false>(p, x, m - begin, m, panel, packed_panel(panel), words);
+            }
+          });
+      }
+    }
+    trim_thread_scratch();
+    return bad ? multiply_rows_with_infinities(first, last, from, to) : int(REGARD_OK);
+  }
+
+  // Rows with NaN or an infinity cannot be rounded: they are multiplied as float32 numbers.
+  int multiply_rows_with_infinities(int64_t first, int64_t last, int64_t from, int64_t to) const {
+    for (int64_t m = first; m < last; ++m)
+      if (!is_finite(p.x + m * p.x_row, p.K))
+        if (const int status = run_part(m, m + 1, from, to)) return status;
+    return REGARD_OK;
+  }
+#endif
 
   int run_part(int64_t first, int64_t last, int64_t from, int64_t to) const {
     if (first >= last || from >= to) return REGARD_OK;

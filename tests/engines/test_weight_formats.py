@@ -78,21 +78,74 @@ def test_groups_of_zeros_stay_zeros():
 @given(
     M=st.sampled_from([1, 2, 3, 4, 5, 7, 11, 12, 13, 26, 131]), N=st.integers(1, 140), K=st.integers(1, 330),
     format=st.sampled_from(ROUNDED), bias=st.booleans(), threads=st.sampled_from([1, 2]), seed=st.integers(0, 99),
+    outliers=st.booleans(),
 )  # fmt: skip
-def test_products_are_those_of_the_rounded_weight(M, N, K, format, bias, threads, seed):
+def test_products_are_those_of_the_rounded_numbers(M, N, K, format, bias, threads, seed, outliers):
     before = torch.get_num_threads()
     torch.set_num_threads(threads)
     try:
         x, weight, b = random(M, K, seed=seed), packed(random(N, K, seed=seed + 1), format), random(N) if bias else None
+        if outliers:
+            x[M // 2, :: 1 + K // 4] *= 50
         with torch.no_grad():
             output = F.linear(x, weight, b)
-        plain = weight.unpack().double()
-        exact = F.linear(x.double(), plain, None if b is None else b.double())
-        # The sum of a row has the rounding of its terms, and at most 256 of them are added up in one sum.
-        sizes = F.linear(x.double().abs(), plain.abs(), None if b is None else b.double().abs())
+        plain, given, step = weight.unpack().double(), *rounded_inputs(x, format)
+        b = None if b is None else b.double()
+        exact = F.linear(given, plain, b)
+        # The sum of a row has the rounding of its terms, and at most 256 of them are added up in one sum. With integer
+        # products the terms of a group are its integers times the scale, and times the minimum.
+        terms = plain.abs() + 2 * largest_minimum(weight)
+        sizes = F.linear(given.abs(), terms, None if b is None else b.abs())
         assert ((output - exact).abs() <= (min(K, 256) / 4 + 8) * 2**-24 * sizes + 1e-30).all()
+        assert ((exact - F.linear(x.double(), plain, b)).abs() <= F.linear(0.5001 * step, plain.abs()) + 1e-30).all()
     finally:
         torch.set_num_threads(before)
+
+
+def rounded_inputs(x, format):
+    """Return x as the kernel of this CPU multiplies it, in float64, and the steps that it was rounded to."""
+    if format == "bfloat16" or not native.rounds_inputs():
+        return x.double(), torch.zeros_like(x, dtype=torch.float64)
+    K = x.shape[1]
+    groups = F.pad(x, (0, -K % GROUP)).unflatten(1, (-1, GROUP))
+    largest = groups.abs().amax(-1, keepdim=True)
+    scaled, step = torch.where(largest > 0, groups * (127 / largest), 0.0), (largest / 127).double()
+    digits, second = scaled.round(), ((scaled - scaled.round()) * 254).round()
+    is_fine = largest > 4 * x.square().mean(1)[:, None, None].sqrt()
+    rounded = torch.where(is_fine, digits + second.double() / 254, digits.double()) * step
+    step = torch.where(is_fine, step / 254, step).expand_as(digits)
+    return rounded.flatten(1)[:, :K], step.flatten(1)[:, :K]
+
+
+def largest_minimum(weight):
+    content = weight.quantized()
+    return 0.0 if content is None or content.minimum is None else content.minimum.abs().max().double()
+
+
+@needs_kernels
+@pytest.mark.parametrize("format", ROUNDED)
+@pytest.mark.parametrize("value", [1.0, 1e30, 1e-42, float("nan"), float("inf")])
+def test_a_row_does_not_depend_on_the_others(format, value):
+    x, weight = random(40, 100), packed(random(70, 100, seed=1), format)
+    with torch.no_grad():
+        alone = torch.cat([F.linear(row[None], weight) for row in x]), F.linear(x[:5], weight)
+        x[7, 40] = value
+        for count in (8, 20, 40):
+            output = F.linear(x[:count], weight)
+            others = torch.arange(count) != 7
+            assert (output[others] - alone[0][:count][others]).abs().max() < 1e-4
+            assert torch.equal(output[:5], alone[1])
+
+
+@needs_kernels
+@pytest.mark.parametrize("format", ["int8", "int4", "int4_minimum"])
+def test_the_largest_and_least_inputs_are_finite(format):
+    weight = packed(random(40, 64), format)
+    for size in (1e-44, 1e-38, 1e-30, 1e35):
+        x = random(9, 64) * size
+        with torch.no_grad():
+            output, exact = F.linear(x, weight), F.linear(x.double(), weight.unpack().double())
+        assert ((output - exact).abs() <= 0.05 * exact.abs().max() + 1e-28).all()
 
 
 @needs_kernels

@@ -1,6 +1,13 @@
 """The compiled CPU kernels: dot-product and additive attention, linear attention, products with packed weights."""
 
-from regard.engines.native.binding import build_info, library, multiplies_bfloat16, release_free_memory, why_missing
+from regard.engines.native.binding import (
+    build_info,
+    library,
+    multiplies_bfloat16,
+    release_free_memory,
+    rounds_inputs,
+    why_missing,
+)
 from regard.engines.native.engine import ENGINE, find_packed_call, gradients, run_quantized, why_avoid, why_not
 from regard.engines.native.inspection import can_select_rows, pooled_weights, statistics, weights
 from regard.engines.native.linear import linear_backward, linear_forward, multiply, panel_rows
@@ -24,6 +31,7 @@ __all__ = [
     "recurrence_backward",
     "recurrence_forward",
     "release_free_memory",
+    "rounds_inputs",
     "run_quantized",
     "statistics",
     "can_select_rows",

@@ -23,6 +23,7 @@ DTYPES = {torch.float32: 0, torch.float64: 1, torch.bfloat16: 2, torch.float16: 
 NO_MASK, INTERVALS, TILES = 0, 1, 2  # kinds of a problem's mask
 CHECKPOINT = 512  # tokens between the checkpoints of a recurrence
 BFLOAT16_PRODUCTS = ("amx", "avx512bf16")  # instruction sets that multiply bfloat16 numbers
+INTEGER_PRODUCTS = ("amx", "avx512bf16")  # and int8 numbers
 _ERRORS = {
     -1: (MemoryError, "the native engine could not allocate memory; use fewer threads or shorter sequences"),
     -2: (ValueError, "the native engine got an argument that its interface does not allow"),
@@ -214,6 +215,12 @@ def multiplies_bfloat16() -> bool:
     return not isinstance(lib, str) and lib.regard_isa().decode() in BFLOAT16_PRODUCTS
 
 
+def rounds_inputs() -> bool:
+    """Whether inputs of products with int8 and int4 weights are rounded to 8 bits, for the CPU's integer products."""
+    lib = library()
+    return not isinstance(lib, str) and lib.regard_isa().decode() in INTEGER_PRODUCTS
+
+
 def build_info() -> dict[str, str]:
     """Return the details of the library for bug reports."""
     lib = library()
@@ -223,6 +230,9 @@ def build_info() -> dict[str, str]:
         "native": lib._name,
         "instruction set": lib.regard_isa().decode(),
         "bfloat16": "multiplied by the CPU's own instructions" if multiplies_bfloat16() else "multiplied as float32",
+        "int8, int4": (
+            "multiplied as integers, with inputs rounded to 8 bits" if rounds_inputs() else "multiplied as float32"
+        ),
         "compiled for": lib.regard_isas_compiled().decode(),
         "threads": str(torch.get_num_threads()) if lib.regard_has_threads() else "1 (built without OpenMP)",
     }
