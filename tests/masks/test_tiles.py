@@ -87,15 +87,54 @@ def truth(mask: rg.Mask, frame: Frame, size: tuple[int, int]) -> tuple[np.ndarra
     return np.logical_or.reduceat(some, cuts, 3), np.logical_and.reduceat(every, cuts, 3)
 
 
-@settings(max_examples=150)
-@given(case=cases())
-def test_no_tile_is_called_empty_that_has_a_bit_nor_full_that_lacks_one(case: tuple) -> None:
-    mask, frame, size = case
+def check_kinds(mask: rg.Mask, frame: Frame, size: tuple[int, int]) -> None:
+    """Check that no tile is called empty that has a bit, nor full that lacks one."""
     partial, full = np.moveaxis(visit_counts(build(mask, frame, size)), -1, 0)
     has_some, has_all = truth(mask, frame, size)
     assert (partial + full).max() <= 1, "a tile is visited twice"
     assert not (has_some & (partial + full == 0)).any(), "a tile with bits is left out"
     assert not (~has_all & (full > 0)).any(), "a tile is called full that is not"
+
+
+@settings(max_examples=150)
+@given(case=cases())
+def test_tiles_of_compositions_have_the_kind_of_their_bits(case: tuple) -> None:
+    check_kinds(*case)
+
+
+def integers(random: torch.Generator, high: int, *shape: int) -> Tensor:
+    return torch.randint(0, high, shape, generator=random)
+
+
+KINDS: dict[str, Callable[[torch.Generator, int], rg.Mask]] = {  # for rows of n tokens and keys
+    "documents": lambda random, n: rg.documents(integers(random, 4, 2, n)),
+    "contiguous documents": lambda random, n: rg.documents(integers(random, 4, 2, n).sort(-1).values),
+    "ranges": lambda random, n: rg.ranges(*integers(random, n + 2, 2, 2, n).sort(0).values),
+    "prefix": lambda random, n: rg.prefix(integers(random, n + 1, 2)),
+    "padding": lambda random, n: rg.padding(integers(random, n + 1, 2)),
+    "window": lambda random, n: rg.window(*integers(random, n, 2).tolist()),
+    "dilated": lambda random, n: rg.dilated(*(integers(random, 4, 2) + 1).tolist()),
+    "global_tokens": lambda random, n: rg.global_tokens(integers(random, n, 3).tolist()),
+    "blocks": lambda random, n: rg.blocks(integers(random, 2, 9, 9).bool(), 1 + n // 6),
+    "random_blocks": lambda random, n: rg.random_blocks(2, 3, int(integers(random, 99, 1))),
+    "edges": lambda random, n: rg.edges(integers(random, n, 2, 20)),
+    "dense": lambda random, n: rg.dense(integers(random, 4, n, n) > 0),
+    "tree": lambda random, n: rg.tree([int(integers(random, node + 1, 1)) - 1 for node in range(n)]),
+    "varlen": lambda random, n: rg.varlen([0, *sorted(integers(random, n, 3).tolist()), n]),
+    "selected": lambda random, n: rg.selected(integers(random, n, 1, n, 3), 1),
+    "neighborhood": lambda random, n: rg.neighborhood(n, int(integers(random, n, 1)) + 1),
+}
+
+
+@pytest.mark.parametrize("name", KINDS)
+def test_tiles_of_each_mask_have_the_kind_of_their_bits(name: str) -> None:
+    for seed in range(24):
+        random = torch.Generator().manual_seed(seed)
+        n = int(integers(random, 40, 1)) + 1
+        offset = 0 if name in ("varlen", "selected") else int(integers(random, 9, 1)) - 4
+        mask = KINDS[name](random, n)
+        for size in ((1, 1), (2, 3), (8, 4), (16, 16)):
+            check_kinds(mask, Frame(2, 1, n, n, offset), size)
 
 
 @settings(max_examples=60)
