@@ -47,6 +47,22 @@ def test_classes_that_do_not_exclude_each_other(tmp_path: Path) -> None:
     assert [one.more[f"LABEL_{n}"] for n in range(5)] == pytest.approx(expected.tolist(), abs=1e-5)
 
 
+def test_a_regression_gives_its_outputs(tmp_path: Path) -> None:
+    save_checkpoint(tmp_path, "bert-sequence", config={"problem_type": "regression"})
+    predictor = open_model(tmp_path)
+    (one,) = predict(predictor, "the cat sat")
+    expected = theirs("bert-sequence", 2, 5, 6, 7, 3).logits[0]
+    assert [one.more[f"LABEL_{n}"] for n in range(5)] == pytest.approx(expected.tolist(), abs=1e-5)
+    assert one.score == pytest.approx(expected.max().item(), abs=1e-5)
+
+
+@pytest.mark.parametrize("problem", ["regression", "multi_label_classification"])
+def test_other_models_than_those_of_one_label_are_not_evaluated(problem: str, tmp_path: Path) -> None:
+    save_checkpoint(tmp_path, "bert-sequence", config={"problem_type": problem})
+    with pytest.raises(UserError, match=f"is a model of {problem.replace('_', '-')}; regard evaluate measures models"):
+        open_model(tmp_path).evaluate([Row("row 1", ("the cat", "LABEL_0"))], BadRows())
+
+
 def test_accuracy_of_a_classifier(tmp_path: Path) -> None:
     save_checkpoint(tmp_path, "bert-sequence", config={"id2label": NAMES})
     predictor, texts = open_model(tmp_path), ["the cat", "a dog ran", "the mat is red"]
@@ -84,6 +100,13 @@ def test_masks_are_filled(tmp_path: Path) -> None:
     assert [score for _, score in one.more["words"][0]] == pytest.approx(best.values.tolist(), abs=1e-5)
     with pytest.raises(UserError, match=r"expected \[MASK\] in place of the words to predict"):
         predict(predictor, "the cat sat")
+
+
+def test_a_special_token_in_place_of_a_mask_has_a_name(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    predictor = open_model(save_checkpoint(tmp_path, "bert-mlm"))
+    monkeypatch.setattr(predictor, "outputs", lambda encodings: [(0, torch.eye(99)[[3]].expand(5, -1))])
+    (one,) = predict(predictor, "the [MASK] sat")
+    assert one.more["words"][0][0][0] == "[SEP]"
 
 
 @pytest.mark.parametrize("case", ["bert-answer", "distilbert-answer"])

@@ -297,6 +297,11 @@ def test_generation_with_beams_and_a_slider_over_its_steps(live: Callable[[str],
         check_prediction(tab, chosen, chosen.ablate(*changed.changes), step)
 
 
+def test_a_temperature_between_the_steps_of_the_slider_is_shown_as_it_is(live: Callable[[str], Tab]) -> None:
+    tab = live(experiment({"temperature": [["", 1.5]]}))
+    assert tab.texts(".degree") == ["1.500"]
+
+
 def test_a_saved_picture_names_both_maps_and_the_changes(live: Callable[[str], Tab], tmp_path: Any) -> None:
     tab = live(experiment({"off": [["0", 1]], "temperature": [["", 2]]}))
     with tab.page.expect_download() as download:

@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from regard.errors import UserError, first_line
 from regard.field_types import check_value, short_repr
@@ -84,6 +84,27 @@ class Checkpoint:
         if len(set(names)) != count:
             raise UserError(f"{self.name}: id2label of config.json must have distinct names, got {short_repr(given)}")
         return names
+
+    def class_scores(self, logits: Tensor) -> Tensor:
+        """Return the scores of the classes (..., classes), as the pipelines of Transformers compute them.
+
+        They are the outputs themselves of a regression, independent probabilities if an input may have several
+        classes or if there is one class, and otherwise probabilities that sum to 1.
+        """
+        problem = self.config.get("problem_type")
+        if problem == "regression":
+            return logits.float()
+        several = problem == "multi_label_classification" or logits.shape[-1] == 1
+        return logits.float().sigmoid() if several else logits.float().softmax(-1)
+
+    def check_one_label(self, count: int) -> None:
+        """Raise unless the model gives every input one of several labels."""
+        problem = self.config.get("problem_type")
+        if problem in ("regression", "multi_label_classification") or count < 2:
+            what = problem.replace("_", "-") if problem else "one class"
+            raise UserError(
+                f"{self.name}: is a model of {what}; regard evaluate measures models that give one of several labels"
+            )
 
     def generation_settings(self, ignored: Collection[str] = ()) -> GenerationSettings:
         """Return how tokens are chosen: as generation_config.json specifies, or config.json of older checkpoints.

@@ -88,11 +88,10 @@ class Classifier(TextPredictor):
         self.labels = checkpoint.labels(self.model.config.classes)
 
     def scores(self, encodings: Sequence[Encoding]) -> Tensor:
-        """Return probabilities (n, classes); independent of each other if there is one class, or texts have several."""
-        several = self.checkpoint.config.get("problem_type") == "multi_label_classification" or len(self.labels) == 1
+        """Return the scores of the classes (n, classes)."""
         result = torch.zeros(len(encodings), len(self.labels))
         for n, logits in self.outputs(encodings):
-            result[n] = logits.sigmoid() if several else logits.softmax(-1)
+            result[n] = self.checkpoint.class_scores(logits)
         return result
 
     def predict(self, rows: Sequence[Row], bad: BadRows) -> Iterator[Prediction]:
@@ -104,6 +103,7 @@ class Classifier(TextPredictor):
 
     def evaluate(self, rows: Sequence[Row], bad: BadRows) -> Metrics:
         """Measure accuracy and F1. Labels are those of the model, or their numbers."""
+        self.checkpoint.check_one_label(len(self.labels))
         numbers = {str(n): label for n, label in enumerate(self.labels)}
         named = [Row(row.place, (row.values[0], numbers.get(row.values[1], row.values[1]))) for row in rows]
         good, targets = encode_labels(self.labels, named, bad)
@@ -194,12 +194,16 @@ class MaskFiller(TextPredictor):
             filled = list(ids)
             for position, token in zip(at, tokens[:, 0].tolist(), strict=True):
                 filled[position] = token
-            words = [[self.tokenizer.decode([token]).strip() for token in each] for each in tokens.tolist()]
+            words = [[self._word(token) for token in each] for each in tokens.tolist()]
             pairs = [list(zip(word, score, strict=True)) for word, score in zip(words, scores.tolist(), strict=True)]
             note = "; ".join(", ".join(f"{word} {score:.2f}" for word, score in each) for each in pairs)
             score = float(scores[:, 0].log().mean().exp())
             output = self.tokenizer.decode(filled)
             yield Prediction(good[at_row].values[1], output, score, {"words": pairs}, note, place=good[at_row].place)
+
+    def _word(self, token: int) -> str:
+        """Return the text of a token; that of a special token is its name."""
+        return self.tokenizer.decode([token], skip_special_tokens=False).strip()
 
 
 class Embedder(TextPredictor):

@@ -156,7 +156,7 @@ class ImageLabels(ImagePredictor):
     @torch.inference_mode()
     def scores(self, image: Any) -> Tensor:
         inputs = self.preparation.normalize(self.preparation.resize(image))
-        return self.model(inputs[None])[0].float().softmax(-1)
+        return self.checkpoint.class_scores(self.model(inputs[None])[0])
 
     def predict(self, rows: Sequence[Row], bad: BadRows) -> Iterator[Prediction]:
         for row, image in self.images(rows, bad):
@@ -168,6 +168,7 @@ class ImageLabels(ImagePredictor):
 
     def evaluate(self, rows: Sequence[Row], bad: BadRows) -> Metrics:
         """Measure accuracy and F1. Labels are those of the model, or their numbers."""
+        self.checkpoint.check_one_label(len(self.labels))
         numbers = {str(n): label for n, label in enumerate(self.labels)}
         named = [Row(row.place, (row.values[0], numbers.get(row.values[1], row.values[1]))) for row in rows]
         good, targets = encode_labels(self.labels, named, bad)

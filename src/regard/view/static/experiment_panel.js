@@ -139,8 +139,9 @@ export function createPanelOfChanges(app) {
     setOptions(scope, [["all", t("scope.all")], ["layer", t("scope.layer")]], scope.value || "all");
     setOptions(where, [["head", t("scope.head")], ["layer", t("scope.layer")], ["all", t("scope.all")]], where.value || "head");
     const value = state.experiment.temperature.find(([attention]) => attention === target())?.[1] ?? 1;
-    if (document.activeElement !== slider) slider.value = Math.log2(value);
-    heat.textContent = number(2 ** Number(slider.value));
+    const moved = document.activeElement === slider;
+    if (!moved) slider.value = Math.log2(value);
+    heat.textContent = number(moved ? 2 ** Number(slider.value) : value); // a link may hold a value between its steps
     slider.setAttribute("aria-label", t("why.temperature"));
     const attention = app.attention();
     const { cell } = state;
