@@ -174,7 +174,8 @@ def test_the_diagram_of_the_transformer_is_that_of_the_model() -> None:
 
     sizes = {"vocabulary": 13, "d_model": 32, "layers": 1, "heads": 4, "d_hidden": 64, "start": 11, "stop": 12}
     model = rg.models.Transformer(rg.models.TransformerConfig(**sizes))
-    assert (ROOT / "docs/view/transformer.svg").read_text("utf-8") == rg.view.diagram(model, name="From zero")
+    for file, name, lang in (("transformer.svg", "From zero", "en"), ("transformer-zh.svg", "从零开始", "zh")):
+        assert (ROOT / "docs/view" / file).read_text("utf-8") == rg.view.diagram(model, name=name, lang=lang)
 
 
 def test_a_page_that_is_wrong_is_found(tmp_path: Path) -> None:

@@ -120,14 +120,14 @@ def frames(parts: Any) -> list[Frame]:
 
 
 @pytest.fixture(params=MODELS)
-def drawn(request: pytest.FixtureRequest) -> tuple[nn.Module, tuple[Any, ...]]:
+def sample(request: pytest.FixtureRequest) -> tuple[nn.Module, tuple[Any, ...]]:
     torch.manual_seed(0)
     build, inputs = MODELS[request.param]
     return build().eval(), inputs
 
 
-def test_every_parameter_is_counted_once(drawn: tuple[nn.Module, Any]) -> None:
-    model, _ = drawn
+def test_every_parameter_is_counted_once(sample: tuple[nn.Module, Any]) -> None:
+    model, _ = sample
     parts = read(model)
     assert total(parts) == sum(each.numel() for each in model.parameters())
     for frame in frames(parts):
@@ -140,8 +140,8 @@ def test_every_parameter_is_counted_once(drawn: tuple[nn.Module, Any]) -> None:
         ))  # fmt: skip
 
 
-def test_boxes_are_in_the_order_of_the_calls(drawn: tuple[nn.Module, Any]) -> None:
-    model, inputs = drawn
+def test_boxes_are_in_the_order_of_the_calls(sample: tuple[nn.Module, Any]) -> None:
+    model, inputs = sample
     if not inputs:
         pytest.skip("its inputs are not plain tensors")
     order: list[str] = []
@@ -160,8 +160,8 @@ def test_boxes_are_in_the_order_of_the_calls(drawn: tuple[nn.Module, Any]) -> No
     assert len(shown) + len(parallel) > 4
 
 
-def test_the_svg_is_well_formed_and_the_same_every_time(drawn: tuple[nn.Module, Any]) -> None:
-    model, _ = drawn
+def test_the_svg_is_well_formed_and_the_same_every_time(sample: tuple[nn.Module, Any]) -> None:
+    model, _ = sample
     svg = rg.view.diagram(model)
     root = ElementTree.fromstring(svg)
     links = {each.get("href") for each in root.iter("{http://www.w3.org/2000/svg}a")}
