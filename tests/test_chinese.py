@@ -16,7 +16,8 @@ TRANSLATED = sorted(page.name for page in FOLDER.glob("*.md") if page.name != "t
 RULED_OUT = {
     "三元组": "三元语法", "权重质量": "权重之和", "注意力质量": "权重之和", "概率质量": "权重之和",
     "步长就是权重": "系数就是权重", "向前看": "前面的", "向后看": "后面的", "什么都不能看": "没有可关注键的行",
-    "笔记本组件": "Jupyter 小组件", "对方": "加速比", "我们": "regard", "遮盖": "掩码", "标准化": "归一化",
+    "笔记本组件": "Jupyter 小组件", "对方": "加速比", "我们": "regard",
+    "遮盖": "掩码", "遮住": "屏蔽", "标准化": "归一化",
 }  # fmt: skip
 CHINESE = re.compile("[\u4e00-\u9fff]")
 THIS = Path(__file__).relative_to(ROOT).as_posix()

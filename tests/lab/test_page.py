@@ -5,14 +5,15 @@ from __future__ import annotations
 import json
 import re
 import shutil
+import warnings
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
-from regard.lab import Result, Text
-from regard.lab.draw import INK, chinese_font
+from regard.lab import CLAIMS, Result, Text, draw
+from regard.lab.draw import INK
 from regard.lab.notebook import notebook
 from regard.lab.page import page
 
@@ -126,15 +127,22 @@ def test_a_browser_shows_the_page_without_errors_or_requests(
         assert result.claim.says.render(language)[:20] in text
 
 
-def test_labels_are_chinese_if_a_font_exists(monkeypatch: pytest.MonkeyPatch) -> None:
-    from regard.lab import draw
-
-    monkeypatch.setattr(draw, "chinese_font", lambda: None)
-    assert draw.label_picker("zh")("weight", "权重") == "weight"
-    monkeypatch.setattr(draw, "chinese_font", lambda: "Noto Sans CJK JP")
+def test_labels_are_chinese_with_and_without_a_font(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Without a font, letters stay text, which the reader's browser has a font for; a PNG is in English."""
     assert draw.label_picker("zh")("weight", "权重") == "权重"
     assert draw.label_picker("en")("weight", "权重") == "weight"
-    assert chinese_font() is None or isinstance(chinese_font(), str)
+    claim = CLAIMS["simplex"]
+    findings = claim.measure(**claim.quick)
+    label = re.compile("[\u4e00-\u9fff]")
+    monkeypatch.setattr(draw, "chinese_font", lambda: None)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        without = draw.svg(claim, findings, "zh")
+        png = draw.png(claim, findings, "zh")
+    assert label.search("".join(re.findall("<text[^>]*>([^<]*)", without)))
+    assert "Noto Sans CJK SC" in without
+    assert png == draw.png(claim, findings, "en")
+    assert "<text" not in draw.svg(claim, findings, "en")
 
 
 def test_costs_within_a_decade_have_labels() -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import io
 import math
 import re
+import warnings
 from collections.abc import Callable, Sequence
 from functools import lru_cache
 from typing import Any
@@ -15,6 +16,7 @@ INK = "#010203"  # placeholder, unused otherwise; replaced by currentColor in SV
 COLOURS = ("#4c7fb8", "#d9633f", "#4d9a57", "#9b6fb5", "#c2982f", "#4aa3a1")
 CHINESE = ("Noto Sans CJK SC", "Noto Sans CJK JP", "Source Han Sans SC", "WenQuanYi Micro Hei", "WenQuanYi Zen Hei",
            "Microsoft YaHei", "PingFang SC", "SimHei", "Noto Serif CJK SC")  # fmt: skip
+FAMILIES = ", ".join(f"'{name}'" for name in ("DejaVu Sans", *CHINESE)) + ", sans-serif"
 
 
 @lru_cache(maxsize=1)
@@ -31,11 +33,12 @@ def chinese_font() -> str | None:
 
 
 def label_picker(language: str) -> PickLabel:
-    """Return a function that picks labels in a language; English if there is no Chinese font."""
-    return (lambda en, zh: zh) if language == "zh" and chinese_font() else (lambda en, zh: en)
+    """Return a function that picks labels in a language."""
+    return (lambda en, zh: zh) if language == "zh" else (lambda en, zh: en)
 
 
 def _style(ink: str, language: str) -> dict[str, Any]:
+    as_text = language == "zh" and chinese_font() is None  # letters as text: the reader's browser has a font for them
     fonts = [font for font in (chinese_font() if language == "zh" else None, "DejaVu Sans") if font]
     return {
         "font.family": fonts, "font.size": 9.5, "axes.titlesize": 10, "axes.unicode_minus": False,
@@ -46,7 +49,7 @@ def _style(ink: str, language: str) -> dict[str, Any]:
         "savefig.facecolor": "none", "figure.constrained_layout.use": True, "grid.linewidth": 0.4, "grid.alpha": 0.25,
         "grid.color": ink,
         "axes.grid": True, "axes.axisbelow": True, "xtick.major.width": 0.6, "ytick.major.width": 0.6,
-        "svg.fonttype": "path", "image.interpolation": "nearest",
+        "svg.fonttype": "none" if as_text else "path", "image.interpolation": "nearest",
     }  # fmt: skip
 
 
@@ -66,7 +69,9 @@ def _draw(claim: Claim, findings: Findings, language: str, save: Callable[[Any],
         figure = Figure(figsize=(7.6, 3.1))
         FigureCanvasAgg(figure)
         claim.draw(figure, findings, label_picker(language))
-        save(figure)
+        with warnings.catch_warnings():
+            warnings.filterwarnings("ignore", "Glyph .* missing from font", UserWarning)
+            save(figure)
 
 
 def svg(claim: Claim, findings: Findings, language: str) -> str:
@@ -80,11 +85,12 @@ def svg(claim: Claim, findings: Findings, language: str) -> str:
     text = re.sub(r"<svg ([^>]*?)height=\"[^\"]*\"([^>]*?)width=\"[^\"]*\"", r"<svg \1\2", text, count=1)
     text = re.sub(r'\bid="([^"]+)"', rf'id="{claim.name}-\1"', text)
     text = re.sub(r'(xlink:href="#|url\(#)', rf"\g<1>{claim.name}-", text)
-    return text.replace(INK, "currentColor").strip()
+    return text.replace(INK, "currentColor").replace("'DejaVu Sans'", FAMILIES).strip()
 
 
 def png(claim: Claim, findings: Findings, language: str) -> bytes:
-    """Return the picture as a PNG, black on white, for a notebook."""
+    """Return the picture as a PNG, black on white, for a notebook; in English if there is no Chinese font."""
+    language = language if chinese_font() else "en"
     buffer = io.BytesIO()
     _draw(
         claim, findings, language,

@@ -18,8 +18,8 @@ from regard.models.checkpoints import load, tokenizer
 SENTENCE = "The cat sat on the mat because it was tired."
 NAMES = {
     "minilm": Text(
-        "all-MiniLM-L6-v2 (22 million weights, layer {layer} of 6)",
-        "all-MiniLM-L6-v2（2200 万个权重，第 {layer} 层，共 6 层）",
+        "all-MiniLM-L6-v2 (22 million weights, layer {layer} of 0 to 5)",
+        "all-MiniLM-L6-v2（2200 万个权重，第 {layer} 层，各层编号为 0 至 5）",
     ),
     "en-fr": Text(
         "the English-French translator that ships with regard (encoder, layer {layer})",
@@ -36,11 +36,12 @@ NAMES = {
 class Sample:
     """A sentence in one attention layer of a trained model.
 
-    x: input of the layer, (N, d_model). query, key, value: of all heads, (H, N, D). layer: the module.
+    index: of the layer, counted from 0, as in the viewer. x: its input, (N, d_model). query, key, value: of all heads,
+        (H, N, D). layer: the module.
     """
 
     name: str
-    number: int
+    index: int
     tokens: list[str]
     x: Tensor
     query: Tensor
@@ -51,7 +52,7 @@ class Sample:
     def weight_names(self) -> dict[str, str]:
         """Return a description of the weights in both languages."""
         name = NAMES[self.name]
-        return {"weights_en": name.en.format(layer=self.number), "weights_zh": name.zh.format(layer=self.number)}
+        return {"weights_en": name.en.format(layer=self.index), "weights_zh": name.zh.format(layer=self.index)}
 
 
 def available() -> list[str]:
@@ -82,24 +83,24 @@ def sample(name: str | None = None) -> Sample:
 
         model: Any = load(MODEL_DIR)
         encoded = model.tokenizer.encode(SENTENCE)
-        return _sample_layer(name, model, model.encoder.stack.layers, 3, torch.tensor([encoded.ids]), encoded.tokens)
+        return _sample_layer(name, model, model.encoder.stack.layers, 2, torch.tensor([encoded.ids]), encoded.tokens)
     if name == "en-fr":
         folder = embedded_folder()
         assert folder is not None
         model = load(folder, dtype=torch.float32)
         encoded = tokenizer(folder).encode(SENTENCE)
         layers = model.encoder.layers
-        return _sample_layer(name, model, layers, len(layers), torch.tensor([encoded.ids]), encoded.tokens)
+        return _sample_layer(name, model, layers, len(layers) - 1, torch.tensor([encoded.ids]), encoded.tokens)
     model = toy_translator.translator()
     words = toy_translator.SENTENCE.split()
     source = torch.tensor([toy_translator.ids(words, toy_translator.ENGLISH)])
-    return _sample_layer("tiny", model, model.encoder.layers, 1, source, [*words, "</s>"])
+    return _sample_layer("tiny", model, model.encoder.layers, 0, source, [*words, "</s>"])
 
 
 @torch.no_grad()
-def _sample_layer(name: str, model: Any, layers: Any, number: int, ids: Tensor, tokens: list[str]) -> Sample:
+def _sample_layer(name: str, model: Any, layers: Any, index: int, ids: Tensor, tokens: list[str]) -> Sample:
     inputs: list[Tensor] = []
-    layer = layers[number - 1].attention
+    layer = layers[index].attention
     hook = layer.register_forward_pre_hook(lambda module, args: inputs.append(args[0]))
     try:
         model.encode(ids) if hasattr(model, "encode") else model(ids)
@@ -107,4 +108,4 @@ def _sample_layer(name: str, model: Any, layers: Any, number: int, ids: Tensor, 
         hook.remove()
     x = inputs[0]
     q, k, v = toy_translator.project_heads(layer, x, x)
-    return Sample(name, number, tokens, x[0], q[0], k[0], v[0], layer)
+    return Sample(name, index, tokens, x[0], q[0], k[0], v[0], layer)

@@ -324,7 +324,7 @@ CLAIMS = (
     Claim(
         "sparse-cost", "cost", ("mechanism 9",),
         Text("Sparse patterns replace O(n²) by O(n)", "稀疏模式以 O(n) 代替 O(n²)"),
-        Text("Local windows, truncated windows over earlier tokens only, a few global tokens, and Longformer, which combines windows and global tokens.", "局部窗口、只向后看的截断窗口、少量全局词元，以及把窗口与全局词元结合起来的 Longformer。"),
+        Text("Local windows, truncated windows over earlier tokens only, a few global tokens, and Longformer, which combines windows and global tokens.", "局部窗口、只关注前面词元的截断窗口、少量全局词元，以及把窗口与全局词元结合起来的 Longformer。"),
         r"\sum_i |\{j: M_{ij}=1\}| = O(n)",
         sparse_cost,
         lambda findings: grade(findings["most"] < 1.15 and findings["dense_power"] > 1.9),

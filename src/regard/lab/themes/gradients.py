@@ -106,7 +106,7 @@ CLAIMS = (
     Claim(
         "gradient-path", "gradients", ("claim 7",),
         Text("The gradient of a value is the weighted sum of the outputs' gradients", "值的梯度是各输出梯度的加权和"),
-        Text("Every output is connected to every value in one step, whose derivative is the weight.", "从每个输出到每个值只有一步，步长就是权重。"),
+        Text("Every output is connected to every value in one step, whose derivative is the weight.", "从每个输出到每个值只有一步，系数就是权重。"),
         r"\frac{\partial L}{\partial V_j}=\sum_i \alpha_{ij}\,\frac{\partial L}{\partial o_i}",
         gradient_path,
         lambda findings: grade(findings["off"] < 1e-12),
