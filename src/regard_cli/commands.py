@@ -18,7 +18,7 @@ from rich.console import Console
 from rich.markup import escape
 from typer.core import TyperGroup
 
-from regard_cli.paths import MissingPath, check_run
+from regard_cli.paths import MissingPath, check_model, check_run
 from regard_cli.tasks import list_tasks
 from regard_cli.train import TrainGroup
 
@@ -39,6 +39,7 @@ Model = Annotated[
         metavar="MODEL",
         help="A run, an exported or checkpoint folder, a GGUF file, a name on the Hub, or en-fr.",
         show_default=False,
+        callback=check_model,
     ),
 ]
 

@@ -19,10 +19,31 @@ class MissingPath(Exception):
 
 def check_run(folder: Path) -> Path:
     """Raise unless the run exists, or a run of this name is included in the package."""
-    included = source_file("regard").parent / "data" / "embedded" / folder.name
-    if not folder.exists() and not (folder.name == str(folder) and included.is_dir()):
+    if not folder.exists() and not _is_included(str(folder)):
         raise MissingPath(f"{folder}: no such run; create one with regard train TASK --out {folder}")
     return folder
+
+
+def check_model(name: str) -> str:
+    """Raise unless the model exists, is included in the package, or has a name that may be on the Hub."""
+    if not Path(name).exists() and not _is_included(name) and not may_be_on_hub(name):
+        raise MissingPath(
+            f"{name}: no such run or checkpoint; pass a folder, a GGUF file, a name on the Hub such as org/name, or "
+            "en-fr"
+        )
+    return name
+
+
+def may_be_on_hub(name: str) -> bool:
+    """Whether a name that is no path of this machine may be that of a repository, org/name."""
+    path = Path(name)
+    is_local = name.startswith((".", "/", "~")) or path.parent.exists() or path.suffix == ".gguf"
+    return name.count("/") == 1 and not is_local
+
+
+def _is_included(name: str) -> bool:
+    """Whether a run of this name is included in the package."""
+    return Path(name).name == name and (source_file("regard").parent / "data" / "embedded" / name).is_dir()
 
 
 def check_data(sources: Iterable[str]) -> None:

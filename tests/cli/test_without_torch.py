@@ -15,6 +15,7 @@ pytest.importorskip("typer")
 
 from regard.data import readers
 from regard.errors import BadRows, UserError
+from regard.predictors.resolve import open_model
 from regard.tasks import Recipe, Run, tasks
 from regard_cli import paths
 from regard_cli.declared_tasks import declared_recipe, declared_tasks
@@ -78,6 +79,21 @@ def test_a_missing_run_is_reported_without_torch(words: list[str]) -> None:
         Run.open(words[1])
     assert result.returncode == 1
     assert result.stderr == f"regard: {caught.value}\n".replace("\x1b", "\\x1b")
+
+
+@pytest.mark.parametrize(
+    "words",
+    [
+        ["predict", "nothing"], ["predict", "no/such/folder"], ["predict", "./org/model"], ["predict", "tests/none"],
+        ["predict", "org/model.gguf"], ["evaluate", "nothing"], ["serve", "nothing"], ["view", "nothing", "a text"],
+    ],
+)  # fmt: skip
+def test_a_missing_model_is_reported_without_torch(words: list[str]) -> None:
+    result = run_without_torch(words)
+    with pytest.raises(UserError) as caught:
+        open_model(words[1])
+    assert result.returncode == 1
+    assert result.stderr == f"regard: {caught.value}\n"
 
 
 def test_a_missing_file_is_reported_without_torch(tmp_path: Path) -> None:

@@ -33,6 +33,7 @@ from regard.predictors.run import RunPredictor
 from regard.predictors.view_only import ViewOnly
 from regard.progress import stage
 from regard.training.runs import SHIPPED, Run
+from regard_cli.paths import may_be_on_hub
 
 PREDICTORS: dict[type[nn.Module], Callable[[Checkpoint], Predictor]] = {
     LanguageModel: LanguagePredictor.from_checkpoint,
@@ -81,7 +82,7 @@ def _find_checkpoint(name: str) -> Path:
         return path
     if path.exists():
         raise UserError(f"{name}: is not a model; pass a GGUF file, or the folder of a run or a checkpoint")
-    if name.count("/") != 1 or name.startswith((".", "/", "~")) or path.parent.exists() or path.suffix == ".gguf":
+    if not may_be_on_hub(name):
         raise UserError(
             f"{name}: no such run or checkpoint; pass a folder, a GGUF file, a name on the Hub such as org/name, or "
             f"{' or '.join(SHIPPED)}"
