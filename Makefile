@@ -91,8 +91,14 @@ gpu-compile: $(READY)
 	env -u TRITON_INTERPRET $(BIN)/python -m tools.gpu_compile
 
 # Speed as ratios to other libraries, measured side by side, written to docs/benchmarks.md. No test measures speed.
+# With DEVICE=cuda: correctness, then speed, on a GPU, written to gpu-report.md.
+ifdef DEVICE
+bench: $(READY)
+	$(BIN)/python -m benchmarks.gpu --device $(DEVICE)
+else
 bench: $(BENCH)
 	$(BIN)/python -m benchmarks.run
+endif
 
 bench-quick: $(BENCH)
 	$(BIN)/python -m benchmarks.run --quick

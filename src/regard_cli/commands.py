@@ -321,6 +321,7 @@ def check(
     as_json: Json = False,
     markdown: Annotated[bool, typer.Option("--markdown", help="Print Markdown.")] = False,
     junit: Annotated[Path | None, typer.Option(metavar="FILE", help="Also write JUnit XML.")] = None,
+    device: Annotated[str | None, typer.Option(help="Run targets there, as in cuda.", show_default="cpu")] = None,
     model: Annotated[
         str | None,
         typer.Option(
@@ -359,6 +360,7 @@ def check(
     regard check
     regard check --target torch.nn.functional:scaled_dot_product_attention
     regard check --target flex --only nan-leaks
+    regard check --device cuda
     regard check --model path/to/checkpoint --implementation sdpa
     """
     from regard.cli.check_report import list_properties, run
@@ -366,8 +368,8 @@ def check(
 
     form = "json" if as_json else "markdown" if markdown else "table"
     if model is not None:
-        if targets or only or names:
-            raise typer.BadParameter("--model cannot be combined with --target, --only or --list")
+        if targets or only or names or device:
+            raise typer.BadParameter("--model cannot be combined with --target, --only, --list or --device")
         from regard.cli import check_model
 
         raise typer.Exit(
@@ -381,7 +383,7 @@ def check(
     if names:
         list_properties(stdout, as_json)
         return
-    raise typer.Exit(run(stdout, stderr, targets or [], only or [], form=form, junit=junit))
+    raise typer.Exit(run(stdout, stderr, targets or [], only or [], form=form, junit=junit, device=device or "cpu"))
 
 
 def lab(

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import dataclasses
+
 import pytest
 import torch
 
 import regard as rg
 from regard.engines import native
-from regard.engines.select import ENGINES, exclude_engine, select_inspection
+from regard.engines.select import ENGINES, exclude_engine, explain, select, select_inspection
 
 needs_kernels = pytest.mark.skipif(bool(native.why_missing()), reason="the kernels are not built")
 
@@ -82,3 +84,36 @@ def test_inspection_uses_the_kernels_where_they_apply() -> None:
     assert select_inspection(attend.problem(q, k), (all_of(2), all_of(16), all_of(16))) is native
     assert select_inspection(attend.problem(q, k), (all_of(2), rows, all_of(16))) is in_torch  # rows with a gap
     assert select_inspection(attend.problem(q.requires_grad_(), k), (all_of(2), all_of(16), all_of(16))) is in_torch
+
+
+GPU = torch.device("cuda", 0)
+CHOICES = {
+    "plain": ({}, 4, "sdpa"),
+    "causal from the top left": ({"mask": rg.causal(), "offset": 0}, 4, "sdpa"),
+    "window": ({"mask": rg.window(8, 0)}, 4, "triton"),
+    "grouped heads": ({}, 2, "triton"),
+    "alibi": ({"bias": rg.alibi(4)}, 4, "triton"),
+    "dropout": ({"dropout": 0.1}, 4, "triton"),
+    "entmax": ({"normalization": rg.Entmax(1.5)}, 4, "reference"),
+}
+
+
+@pytest.mark.parametrize("name", CHOICES)
+def test_selection_on_a_gpu(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    description, kv_heads, expected = CHOICES[name]
+    monkeypatch.setattr("regard.engines.triton.engine.why_not_on", lambda device: "")
+    query, key = torch.randn(1, 4, 64, 8), torch.randn(1, kv_heads, 64, 8)
+    attend = rg.Attention(**description)
+    problem = dataclasses.replace(attend.problem(query, key, key), device=GPU)
+    explained = explain(problem, repr(attend))
+    assert explained.engine == expected
+    assert ("not run on a GPU" in str(explained)) == (expected == "triton")
+    if expected == "triton":
+        assert explained.reasons["sdpa"], "sdpa is passed over for a reason"
+
+
+def test_without_triton_a_gpu_has_sdpa_for_masks(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("regard.engines.triton.engine.why_not_on", lambda device: "triton is not installed")
+    x = torch.randn(1, 4, 64, 8)
+    problem = dataclasses.replace(rg.Attention(mask=rg.window(8, 0)).problem(x, x, x), device=GPU)
+    assert select(problem).name == "sdpa"

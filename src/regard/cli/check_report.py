@@ -14,6 +14,7 @@ from regard.check import reports
 from regard.check.property import Property
 from regard.check.runner import PROPERTIES, Outcome, check
 from regard.check.targets import PEERS, NotSupported, UnknownTarget, installed_engines, target
+from regard.check.targets.devices import available_device, on_device
 from regard.files import Unwritable, check_writable, write_text_atomically
 from regard.printable import printable, printable_json
 
@@ -29,10 +30,13 @@ def run(
     *,
     form: str = "table",
     junit: Path | None = None,
+    device: str = "cpu",
 ) -> int:
     """Check targets by name, print the outcomes as `form` (table, json or markdown) and return the exit code."""
     try:
-        targets = [target(name) for name in names] if names else installed_engines()
+        place = available_device(device)
+        targets = [target(name) for name in names] if names else installed_engines(place.type)
+        targets = [on_device(each, place) for each in targets]
         properties = select_properties(only)
         if junit is not None:
             check_writable(junit)

@@ -253,4 +253,12 @@ def peak_bytes(problem: Problem) -> int:
     return 3 * torch.empty((), dtype=problem.compute_dtype).element_size() * frame.B * frame.H * frame.Q * frame.K
 
 
-ENGINE = Engine("flex", why_not, why_avoid, run, peak_bytes, lambda problem: problem.device.type == "cpu", fallback)
+def remarks(problem: Problem) -> list[str]:
+    return [] if problem.device.type == "cpu" else ["not run on a GPU by its authors: only compiled for a CPU"]
+
+
+def _dense(problem: Problem) -> bool:
+    return problem.device.type == "cpu"
+
+
+ENGINE = Engine("flex", why_not, why_avoid, run, peak_bytes, _dense, fallback, remarks)

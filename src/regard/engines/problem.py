@@ -105,7 +105,8 @@ class Engine:
     should not be picked automatically. `run(problem, query, key, value, seed)` returns the output (B, H, Q, E) and the
     log-sum-exp (B, H, Q), or None if the engine has none. `peak_bytes(problem)` is the memory beyond inputs and output.
     `dense(problem)` is whether it also computes the tiles that the mask leaves empty. `fallback(problem)` says when it
-    hands a call, or a derivative, over to another engine; it is empty if that cannot happen.
+    hands a call, or a derivative, over to another engine; it is empty if that cannot happen. `remarks(problem)` says
+    what a user should know before relying on it.
     """
 
     name: str
@@ -115,6 +116,7 @@ class Engine:
     peak_bytes: Callable[[Problem], int]
     dense: Callable[[Problem], bool]
     fallback: Callable[[Problem], list[str]] = lambda problem: []
+    remarks: Callable[[Problem], list[str]] = lambda problem: []
 
 
 def exceeds(needed: int, limit: int) -> bool:

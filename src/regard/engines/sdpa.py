@@ -8,7 +8,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from regard.engines import tiled
+from regard.engines import tiled, triton
 from regard.engines.derivatives import Tensors, differentiable_twice
 from regard.engines.dot_product import as_dot
 from regard.engines.problem import Engine, Problem, exceeds
@@ -172,6 +172,20 @@ def why_avoid(problem: Problem) -> list[str]:
         reasons.append(f"the dense mask or bias takes {needed / 1e6:,.0f} MB")
     if problem.in_transform:
         reasons.append("vmap runs its kernel slice by slice")
+    if problem.device.type != "cpu" and not triton.why_not(problem):
+        reasons += _what_triton_saves(problem)
+    return reasons
+
+
+def _what_triton_saves(problem: Problem) -> list[str]:
+    """Return what this engine does to a call in the memory of a GPU, which the kernels in Triton do not."""
+    reasons = []
+    if (problem.mask is not None or problem.bias is not None) and not _plain_causal(problem):
+        reasons.append("it reads a dense mask or bias and computes what the mask hides")
+    if problem.G != problem.frame.H:
+        reasons.append("it repeats the keys and values of grouped heads")
+    if type(problem.score) is not Dot or isinstance(problem.scale, Tensor):
+        reasons.append("it scales queries and keys beforehand")
     return reasons
 
 

@@ -93,7 +93,8 @@ class Explanation:
     2097152
 
     `tiles` are visited and total tiles, `flops` those of the forward pass, `peak_bytes` the memory beyond inputs and
-    output, `reasons` the objections to each engine that was not picked, `fallbacks` what the engine leaves to another.
+    output, `reasons` the objections to each engine that was not picked, `fallbacks` what the engine leaves to another,
+    `remarks` what a user should know before relying on it.
     """
 
     description: str
@@ -105,6 +106,7 @@ class Explanation:
     flops: int
     peak_bytes: int
     fallbacks: tuple[str, ...] = ()
+    remarks: tuple[str, ...] = ()
 
     def __str__(self) -> str:
         visited, total = self.tiles
@@ -112,7 +114,7 @@ class Explanation:
             self.description,
             f"  sizes   {'  '.join(f'{axis}={n}' for axis, n in self.sizes.items())}",
             f"  engine  {self.engine}",
-            *(f"          {fallback}" for fallback in self.fallbacks),
+            *(f"          {line}" for line in self.fallbacks + self.remarks),
             *(f"          not {name}: {'; '.join(reasons)}" for name, reasons in self.reasons.items()),
             f"  tiles   {visited:,} of {total:,} visited ({visited / max(total, 1):.1%}), each {_times(self.tile)}",
             f"  FLOPs   {_units(self.flops)}FLOP forward",
@@ -144,6 +146,7 @@ def explain(problem: Problem, description: str, name: str | None = None) -> Expl
         flops=forward_flops(computed, problem.score, problem.D, problem.E),
         peak_bytes=engine.peak_bytes(problem),
         fallbacks=tuple(engine.fallback(problem)),
+        remarks=tuple(engine.remarks(problem)),
     )
 
 

@@ -66,6 +66,7 @@ def attend(q, k, v, *, mask=None, causal=False, scale=None, dropout=0.0):
     return rg.attention(q, k, v, score=rg.Dot(scale=scale), mask=combined, dropout=dropout, engine={name!r})"""
 
 
-def installed_engines() -> list[Target]:
-    """Targets of the engine that a call selects and of every engine, except on request those for accelerators only."""
-    return [engine(name) for name in (SELECTED, *ENGINES) if name != "triton"]
+def installed_engines(device: str = "cpu") -> list[Target]:
+    """Targets of the engine that a call selects and of the engines for a type of device."""
+    other = "triton" if device == "cpu" else "native"
+    return [engine(name) for name in (SELECTED, *ENGINES) if name != other]

@@ -21,15 +21,15 @@ class Blocks(NamedTuple):
 # was timed.
 FORWARD = {
     "sm_80": (Blocks(64, 64, 4, 2), Blocks(64, 32, 4, 2), Blocks(64, 32, 8, 2)),
-    "sm_90": (Blocks(128, 64, 8, 3), Blocks(128, 64, 8, 2), Blocks(64, 64, 8, 2)),
-    "sm_100": (Blocks(128, 64, 8, 3), Blocks(128, 64, 8, 2), Blocks(64, 64, 8, 2)),
+    "sm_90": (Blocks(128, 64, 8, 2), Blocks(128, 64, 8, 2), Blocks(64, 64, 8, 2)),
+    "sm_100": (Blocks(128, 64, 8, 2), Blocks(128, 64, 8, 2), Blocks(64, 64, 8, 2)),
     "gfx9": (Blocks(128, 64, 8, 1), Blocks(128, 64, 8, 1), Blocks(64, 32, 8, 1)),
     "interpreter": (Blocks(32, 64, 4, 1),) * 3,
 }
 BACKWARD = {
     "sm_80": (Blocks(32, 64, 4, 2), Blocks(64, 32, 8, 2), Blocks(32, 32, 8, 1)),
-    "sm_90": (Blocks(64, 64, 8, 2), Blocks(64, 32, 8, 2), Blocks(32, 32, 8, 1)),
-    "sm_100": (Blocks(64, 64, 8, 2), Blocks(64, 32, 8, 2), Blocks(32, 32, 8, 1)),
+    "sm_90": (Blocks(64, 32, 8, 2), Blocks(64, 32, 8, 2), Blocks(32, 32, 8, 1)),
+    "sm_100": (Blocks(64, 32, 8, 2), Blocks(64, 32, 8, 2), Blocks(32, 32, 8, 1)),
     "gfx9": (Blocks(64, 64, 8, 1), Blocks(64, 32, 8, 1), Blocks(32, 32, 8, 1)),
     "interpreter": (Blocks(32, 64, 4, 1),) * 3,
 }

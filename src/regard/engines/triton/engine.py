@@ -91,4 +91,10 @@ def fallback(problem: Problem) -> list[str]:
     return ["tiled computes second derivatives"] if problem.grad else []
 
 
-ENGINE = Engine("triton", why_not, why_avoid, run, peak_bytes, lambda problem: False, fallback)
+def remarks(problem: Problem) -> list[str]:
+    if problem.device.type == "cpu":
+        return []
+    return ["not run on a GPU by its authors, only in an interpreter and compiled; see `regard check --device`"]
+
+
+ENGINE = Engine("triton", why_not, why_avoid, run, peak_bytes, lambda problem: False, fallback, remarks)

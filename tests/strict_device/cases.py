@@ -1,6 +1,6 @@
 """Attention, modules, models, training, evaluation and capture run on another device than the CPU, with equal results.
 
-The device is that of `tests.strict_device`: it refuses to mix devices as a GPU does.
+The device is that of `tests.strict_device.device`: it refuses to mix devices as a GPU does.
 """
 
 from __future__ import annotations
@@ -17,6 +17,8 @@ from torch import Tensor, nn
 
 import regard as rg
 from regard import nn as rnn
+from regard.check import PROPERTIES, check, target
+from regard.check.targets.devices import available_device, on_device
 from regard.data.readers import Row
 from regard.engines.mask_layout import mask_layout
 from regard.errors import BadRows
@@ -26,7 +28,7 @@ from regard.training.sources import read_examples
 from regard.training.task import to_device
 from regard.view import Change, capture
 from tests.models import test_masks as models
-from tests.strict_device import MixedDevices, StrictTensor, strict_device
+from tests.strict_device.device import TYPE, MixedDevices, StrictTensor, strict_device
 from tests.tasks.tiny_runs import new_run
 from tests.view.models import PAIR
 
@@ -230,3 +232,30 @@ def test_a_captured_model_is_shown(device: torch.device, tmp_path: Path) -> None
     assert record.save(tmp_path / "page.html").stat().st_size > 1000
     changed = record.ablate(Change(0, head=1, factor=0.0))
     torch.testing.assert_close(changed.attentions[-1].weights().sum(-1), torch.ones(4, 7), rtol=1e-4, atol=1e-4)
+
+
+def test_targets_of_the_check(device: torch.device) -> None:
+    assert available_device(TYPE).type == device.type
+    right = target("regard-reference")
+    seen = []
+
+    def attention(*tensors: torch.Tensor, **options: torch.Tensor) -> torch.Tensor:
+        given = [each for each in (*tensors, *options.values()) if isinstance(each, torch.Tensor)]
+        seen.extend(isinstance(each, StrictTensor) for each in given)
+        return right.attention(*tensors, **options)
+
+    moved = on_device(right.__class__("ours", attention, setup=right.setup), device)
+    names = ["mask-definition", "causal", "gradient", "inputs-untouched"]
+    outcomes = list(check([moved], [PROPERTIES[name] for name in names]))
+    assert seen
+    assert all(seen)
+    assert moved.name == f"ours on {device}"
+    assert not [outcome.reason for outcome in outcomes if outcome.status == "failed"]
+    assert outcomes[-1].status == "not applicable"
+
+
+def test_a_wrong_attention_fails_with_a_program_for_the_device(device: torch.device) -> None:
+    wrong = on_device(target("torch.nn.functional:softsign").__class__("wrong", lambda q, k, v: v), device)
+    (outcome,) = check([wrong], [PROPERTIES["definition"]])
+    assert outcome.status == "failed"
+    assert f"x.to('{device}')" in outcome.code
