@@ -105,3 +105,23 @@ def test_scaled_windows_are_weights_times_value_lengths(monkeypatch: pytest.Monk
     pooled = record.window(0, 1, (10, 40), (5, 30), (7, 11), scaled=True)
     right = torch.nn.functional.adaptive_avg_pool2d(expected[None, 10:40, 5:30], (7, 11))[0]
     torch.testing.assert_close(torch.from_numpy(pooled.weights), right)
+
+
+def test_relative_values_are_part_of_what_a_key_contributes() -> None:
+    torch.manual_seed(2)
+    keys, values = torch.randn(5, D), torch.randn(4, 5, D)
+    attend = rg.Attention(mask=rg.causal(), bias=rg.shaw(keys, values) + rg.alibi(heads=4))
+    x = torch.randn(1, 4, N, D)
+    record = attended(attend, x)
+    weights, out = attend.weights(x, x)[0, 2, 6].double(), attend(x, x, x)[0, 2, 6].double()
+    total = torch.zeros(D, dtype=torch.float64)
+    for key in range(7):
+        steps = record.explain_weight(0, head=2, query=6, key=key)
+        value = (x[0, 2, key] + values[2, max(key - 6, -2) + 2]).double()
+        assert steps.value_length == pytest.approx(value.norm().item(), rel=1e-6)
+        assert steps.contribution == pytest.approx((weights[key] * value.norm()).item(), rel=1e-5)
+        assert steps.share == pytest.approx((weights[key] * (value @ out) / out.square().sum()).item(), abs=1e-5)
+        total += weights[key] * value
+    torch.testing.assert_close(total, out, atol=1e-5, rtol=1e-5)
+    with pytest.raises(ValueError, match="the values of this attention depend on the query, by their relative part"):
+        record.window("0", 2, (0, N), (0, N), (N, N), scaled=True)

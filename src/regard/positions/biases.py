@@ -30,6 +30,11 @@ class Bias(Description):
         """Return the bias of a tile, which broadcasts to (b, h, q, k). `query` is (b, h, q, D)."""
         raise NotImplementedError
 
+    @property
+    def has_values(self) -> bool:
+        """Whether `aggregate` adds to the output."""
+        return False
+
     def aggregate(self, at: Indices, weights: Tensor) -> Tensor | None:
         """Return the value part of a tile for its weights (b, h, q, k), to be added to the output, or None."""
         return None
@@ -71,6 +76,10 @@ class Sum(Bias):
         for bias in rest:
             first = first + bias
         return first
+
+    @property
+    def has_values(self) -> bool:
+        return any(term.has_values for term in self.terms)
 
     def aggregate(self, at: Indices, weights: Tensor) -> Tensor | None:
         total = None
@@ -218,6 +227,10 @@ class Shaw(Bias):
         index = self._index(at)
         table = self.table(at, query, scale)
         return table.gather(-1, index.expand(*table.shape[:-1], index.shape[-1]))
+
+    @property
+    def has_values(self) -> bool:
+        return self.values is not None
 
     def aggregate(self, at: Indices, weights: Tensor) -> Tensor | None:
         if self.values is None:

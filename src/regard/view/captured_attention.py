@@ -406,6 +406,12 @@ class CapturedAttention:
         batch = self.row if batch is None else batch
         (top, bottom), (left, right) = _check_range("rows", rows, self.Q), _check_range("columns", columns, self.K)
         size = (min(size[0], bottom - top), min(size[1], right - left))
+        bias = self._problem(self.calls[0]).bias
+        if scaled and bias is not None and bias.has_values:
+            raise ValueError(
+                "the values of this attention depend on the query, by their relative part, so that a key has no one "
+                "length; explain_weight gives it for a pair"
+            )
         lengths = self.value_lengths(head)[left:right].float() if scaled else 1.0
         if (bottom - top) * (right - left) <= DIRECT:
             result = pool((self._window_weights(head, (top, bottom), (left, right), batch) * lengths)[None], size)[0]

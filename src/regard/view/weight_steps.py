@@ -26,7 +26,8 @@ class WeightSteps:
         logit          = (score + bias) / temperature               -inf if the mask hides the key
         weight         = exp(logit - lse)                           lse over all keys of the query, and the sink;
                                                                     for a softmax, otherwise see `normalization`
-        contribution   = |factor| * weight * value_length           the length of what is added to the output
+        contribution   = |factor| * weight * value_length           the length of what is added to the output; a value
+                                                                    includes its relative part (Shaw), if any
         share          = the part of the output of the head that points in its direction; over all keys they sum to 1
 
     terms: the largest terms of the product, as (dimension, query component, key component, term). A query or key is as
@@ -118,10 +119,17 @@ def weight_steps(captured: CapturedAttention, head: int, query: int, key: int) -
     else:
         weights, lse = problem.normalization.weights(logits[None, None, None], at)[0, 0], logits.logsumexp(-1)
     v = torch.where((allowed & (weights[0] > 0))[:, None], v, torch.nan_to_num(v))
-    output = weights[0] @ v
+
+    def relative_value(shares: Tensor) -> Tensor | float:
+        """Return the sum (E,) of the relative parts of the values, by weights (K,)."""
+        part = None if problem.bias is None else problem.bias.aggregate(at, shares[None, None, None])
+        return 0.0 if part is None else part[0, 0, 0]
+
+    output = weights[0] @ v + relative_value(weights[0])
+    value = values[row, group, j].double() + relative_value(F.one_hot(torch.tensor(j), len(k)).double())
     weight = float(captured.weights(heads=[head], rows=[query], columns=[key])[0, 0, 0])
     factor = 1.0 if captured.factors is None else float(captured.factors[head])
-    length = float(captured.value_lengths(head)[key])
+    length = float(value.norm())
     pieces, components = _terms(score_fn, q, k[j], head)
     order = pieces.abs().argsort(descending=True)[:TERMS].tolist()
     norm = float(output.square().sum())
@@ -139,7 +147,7 @@ def weight_steps(captured: CapturedAttention, head: int, query: int, key: int) -
         normalization=repr(problem.normalization), sink=None if sink is None else float(sink),
         rank=int((logits > logits[j]).sum()) + 1, visible=int(allowed.sum()), weight=weight, factor=factor,
         value_length=length, contribution=abs(factor) * weight * length,
-        share=float(weights[0, j] * (v[j] @ output)) / norm if norm else None,
+        share=float(weights[0, j] * (value @ output)) / norm if norm else None,
     )  # fmt: skip
 
 
