@@ -17,6 +17,13 @@ THEORY = [
     *(f"example {n}" for n in range(1, 7)),
     "approximation",
     "normalization",
+    "bottleneck",
+    "jacobian",
+    "sigma",
+    "row sums",
+    "extrapolation",
+    "stable gradients",
+    "several heads",
     "stability",
 ]
 CHINESE = re.compile(r"[\u4e00-\u9fff]")
@@ -38,9 +45,12 @@ def test_the_shown_code_runs_alone_and_its_numbers_fit_both_languages(name: str,
     assert isinstance(result.verdict, Verdict)
     for language in ("en", "zh"):
         json.dumps(result.as_json(language), allow_nan=False)
-        finding = result.claim.finding.render(language, result.findings)
+        finding = result.sentence(language)
         assert "{" not in finding
         assert bool(CHINESE.search(finding)) == (language == "zh")
+        assert len(result.judgements) == len(result.claim.criteria) > 0
+        for judgement in result.judgements:
+            assert bool(CHINESE.search(judgement.render(language))) == (language == "zh")
 
 
 @pytest.mark.parametrize("name", CLAIMS)
@@ -73,7 +83,7 @@ def test_findings_are_drawn(name: str, results: dict[str, Result]) -> None:
     assert all(axis.has_data() for axis in figure.axes)
 
 
-@pytest.mark.parametrize("name", ["variance", "equivariance", "masks", "sparse-cost", "example-weights"])
+@pytest.mark.parametrize("name", ["variance", "equivariance", "masks", "memory-length", "example-weights"])
 def test_the_shown_code_equals_the_measurement(name: str, results: dict[str, Result]) -> None:
     assert measure(CLAIMS[name], budget=QUICK).findings == results[name].findings
 

@@ -15,7 +15,7 @@ from regard.lab.notebook import notebook
 from regard.lab.page import page
 from regard.lab.runner import run, select_claims
 
-STYLES = {Verdict.HOLDS: "green", Verdict.NEARLY: "yellow", Verdict.FALSE: "red"}
+STYLES = {Verdict.HOLDS: "green", Verdict.NEARLY: "yellow", Verdict.FALSE: "red", Verdict.UNDECIDED: "dim"}
 
 
 @dataclass(frozen=True)
@@ -63,7 +63,8 @@ def format_result(result: Result, language: str) -> Line:
     return Line.assemble(
         (f"{verdict.text.render(language)}  ", f"bold {STYLES[verdict]}"),
         (claim.title.render(language), "bold"),
-        f"  {claim.name}\n   {claim.finding.render(language, result.findings)}",
+        f"  {claim.name}\n   {result.sentence(language)}",
+        *((f"\n   - {each.render(language)}", "dim") for each in result.judgements),
     )
 
 

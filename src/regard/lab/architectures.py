@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from functools import lru_cache
 
@@ -72,6 +73,7 @@ class Reader(nn.Module):
         super().__init__()
         self.embedding, self.body = nn.Embedding(symbols, width), body(width)
         self.answer = nn.Linear(width, answers)
+        self.loss = math.nan  # of the training
 
     def forward(self, symbols: Tensor) -> Tensor:
         return self.answer(self.body(self.embedding(symbols))[:, -1])
@@ -110,9 +112,14 @@ def train(
     *,
     steps: int,
     rate: float = 3e-3,
-) -> nn.Module:
-    """Train with `steps` steps of Adam, with warm-up and linear decay of the learning rate; return the model."""
+    until: float = 0.0,
+) -> float:
+    """Train with Adam, with warm-up and linear decay of the learning rate, for `steps` steps; return the running loss.
+
+    until: stop earlier, once the running mean of the loss is below this.
+    """
     optimizer = torch.optim.Adam(model.parameters(), lr=rate)
+    running = math.inf
     with one_thread():
         for step in range(steps):
             for group in optimizer.param_groups:
@@ -123,7 +130,11 @@ def train(
             loss.backward()
             nn.utils.clip_grad_norm_(model.parameters(), 1.0)
             optimizer.step()
-    return model.eval()
+            running = loss.item() if step == 0 else 0.9 * running + 0.1 * loss.item()
+            if running < until:
+                break
+    model.eval()
+    return running
 
 
 def local_recall(count: int, length: int, draw: torch.Generator) -> tuple[Tensor, Tensor, Tensor]:
@@ -135,12 +146,12 @@ def local_recall(count: int, length: int, draw: torch.Generator) -> tuple[Tensor
 
 
 def train_and_test(
-    kind: str, task: Callable[..., tuple[Tensor, Tensor, Tensor]], seed: int, **options: int
+    kind: str, task: Callable[..., tuple[Tensor, Tensor, Tensor]], seed: int, until: float = 0.0, **options: int
 ) -> tuple[Reader, Tensor, Tensor]:
     """Train a reader on a task; return it, whether it is right on each of 2,000 new rows, and their distances.
 
     options: `size` in parameters, `length` of the rows, `steps` of `rows` rows each, and optionally `count`, the size
-    of the training set; without it, every step draws new rows.
+    of the training set; without it, every step draws new rows. until: the loss at which training stops.
     """
     torch.manual_seed(seed)
     draw = torch.Generator().manual_seed(seed)
@@ -153,7 +164,7 @@ def train_and_test(
         chosen = torch.randint(options["count"], (options["rows"],), generator=draw)
         return dataset[0][chosen], dataset[1][chosen]
 
-    train(model, batches, steps=options["steps"])
+    model.loss = train(model, batches, steps=options["steps"], until=until)
     rows, answers, distances = task(2000, options["length"], draw)
     with torch.no_grad():
         return model, model(rows).argmax(-1) == answers, distances

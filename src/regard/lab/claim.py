@@ -4,58 +4,42 @@ from __future__ import annotations
 
 import inspect
 import textwrap
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
-from enum import Enum
+from functools import cached_property
 from typing import Any
 
-LANGUAGES = ("en", "zh")
+from regard.lab.criteria import LANGUAGES, Criterion, Findings, Judgement, Text, Verdict, decide
 
-Findings = dict[str, Any]
-"""Result of a measurement: numbers and strings by name, and lists of them for the picture."""
+__all__ = [
+    "FULL",
+    "LANGUAGES",
+    "QUICK",
+    "Budget",
+    "Claim",
+    "Findings",
+    "PickLabel",
+    "Result",
+    "Text",
+    "Verdict",
+    "seed_of",
+]
 
 PickLabel = Callable[[str, str], str]
 """Returns its English or its Chinese argument, for labels in pictures."""
 
+SEEDS = 1000
+"""Seeds of the repetitions of one measurement: `seed * SEEDS`, and those that follow."""
 
-@dataclass(frozen=True)
-class Text:
-    """A text in English and Chinese.
 
-    >>> from regard.lab.claim import Text
-    >>> Text("{n} keys", "{n} 个键").render("zh", {"n": 3})
-    '3 个键'
+def seed_of(seed: int, repetition: int) -> int:
+    """Return the seed of one repetition; no two seeds of a measurement share one.
+
+    >>> from regard.lab.claim import seed_of
+    >>> seed_of(0, 3), seed_of(7, 0)
+    (3, 7000)
     """
-
-    en: str
-    zh: str
-
-    def render(self, language: str, findings: Findings | None = None) -> str:
-        """Return the text in a language, formatted with the findings."""
-        text = self.zh if language == "zh" else self.en
-        return text if findings is None else text.format_map(findings)
-
-
-class Verdict(Enum):
-    """Whether a claim holds according to its measurement."""
-
-    HOLDS = "holds"
-    NEARLY = "holds approximately"
-    FALSE = "false as printed"
-
-    @property
-    def text(self) -> Text:
-        return Text(self.value, {"HOLDS": "成立", "NEARLY": "近似成立", "FALSE": "原文有误"}[self.name])
-
-
-def grade(holds: bool, nearly: bool = False) -> Verdict:
-    """Return the verdict for a claim that holds, nearly holds, or does not hold.
-
-    >>> from regard.lab.claim import grade
-    >>> grade(False, nearly=True).value
-    'holds approximately'
-    """
-    return Verdict.HOLDS if holds else Verdict.NEARLY if nearly else Verdict.FALSE
+    return seed * SEEDS + repetition
 
 
 @dataclass(frozen=True)
@@ -65,8 +49,11 @@ class Claim:
     of: the items of the theory (see `theory.py`) that it measures. says: its statement.
     measure: the measurement. Its source is shown in the page, so it contains its imports. Its arguments are sizes, the
         seed, and the implementation under test, which can be replaced.
-    judge: computes the verdict from the findings alone. finding: a sentence formatted with the findings.
-    draw: plots the findings. quick: arguments for a measurement of at most a second.
+    criteria: what the numbers must be for the claim to hold; the verdict follows from them alone.
+    finding: a sentence formatted with the findings. draw: plots the findings of the first repetition.
+    quick: arguments for a measurement of at most a second.
+    repetitions: how often it is measured, with different seeds; 1 if nothing is random, or if it repeats its rounds
+        itself.
     """
 
     name: str
@@ -76,47 +63,78 @@ class Claim:
     says: Text
     formula: str
     measure: Callable[..., Findings]
-    judge: Callable[[Findings], Verdict]
+    criteria: tuple[Criterion, ...]
     finding: Text
     draw: Callable[[Any, Findings, PickLabel], None]
     caption: Text
     quick: Mapping[str, Any] = field(default_factory=dict)
+    repetitions: int = 10
 
-    def code(self, seed: int = 0) -> str:
+    def code(self, seed: int = 0, repetitions: int | None = None) -> str:
         """Return the source of the measurement and of its call, which runs as is."""
         source = textwrap.dedent(inspect.getsource(self.measure)).rstrip()
-        return f"{source}\n\n\nfindings = {self.measure.__name__}(seed={seed})\n"
+        count, first = repetitions or self.repetitions, seed_of(seed, 0)
+        others = f"  # for the verdict, also with seeds to {first + count - 1}" if count > 1 else ""
+        return f"{source}\n\n\nfindings = {self.measure.__name__}(seed={first}){others}\n"
 
 
 @dataclass(frozen=True)
 class Budget:
-    """The size of a measurement: arguments of a claim's measurement that replace its defaults."""
+    """The size of a measurement: arguments that replace a measurement's defaults, and the most repetitions."""
 
     arguments: Callable[[Claim], Mapping[str, Any]]
+    most: int | None = None
+
+    def repetitions(self, claim: Claim) -> int:
+        """Return how often a claim is measured."""
+        return claim.repetitions if self.most is None else min(self.most, claim.repetitions)
 
 
 FULL = Budget(lambda claim: {})
-QUICK = Budget(lambda claim: claim.quick)
+QUICK = Budget(lambda claim: claim.quick, most=4)
 
 
 @dataclass(frozen=True)
 class Result:
-    """A measured claim."""
+    """A measured claim. samples: the findings of every repetition."""
 
     claim: Claim
-    findings: Findings
-    verdict: Verdict
+    samples: Sequence[Findings]
     seed: int
     cpu_seconds: float
 
+    @property
+    def findings(self) -> Findings:
+        """Findings of the first repetition, which are drawn."""
+        return self.samples[0]
+
+    @cached_property
+    def judgements(self) -> tuple[Judgement, ...]:
+        """Criteria of the claim with what was measured."""
+        return tuple(criterion.judge(self.samples) for criterion in self.claim.criteria)
+
+    @property
+    def verdict(self) -> Verdict:
+        """Verdict that follows from the criteria."""
+        return decide(self.judgements)
+
+    def sentence(self, language: str) -> str:
+        """Return the finding, with the mean or the worst number of the repetitions where a criterion says which."""
+        numbers = dict(self.findings)
+        for each in self.judgements:
+            if each.criterion.rule != "interval" and each.middle == each.middle:
+                numbers[each.criterion.key] = each.middle if each.criterion.rule == "mean" else each.worst
+        return self.claim.finding.render(language, numbers)
+
     def as_json(self, language: str = "en") -> dict[str, Any]:
-        """Return the verdict and the findings for `--json`."""
+        """Return the verdict, the criteria and the findings for `--json`."""
         return {
             "claim": self.claim.name,
             "theory": list(self.claim.of),
             "title": self.claim.title.render(language),
             "verdict": self.verdict.value,
-            "finding": self.claim.finding.render(language, self.findings),
+            "criteria": [{"met": each.outcome.value, "says": each.render(language)} for each in self.judgements],
+            "finding": self.sentence(language),
             "cpu_seconds": round(self.cpu_seconds, 3),
             "findings": self.findings,
         }

@@ -6,6 +6,7 @@ import math
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from itertools import pairwise
 from typing import Any, NamedTuple
 
 import torch
@@ -13,6 +14,8 @@ from torch import Tensor
 from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.flop_counter import FlopCounterMode
+
+from regard.lab.criteria import median_interval
 
 Call = Callable[[], Any]
 T975 = (12.71, 4.30, 3.18, 2.78, 2.57, 2.45, 2.36, 2.31, 2.26, 2.23)  # Student's t, 1 to 10 degrees of freedom
@@ -34,6 +37,19 @@ def growth(sizes: Sequence[float], costs: Sequence[float]) -> Growth:
     2.0
     """
     return slope([math.log(x) for x in sizes], [math.log(max(y, 1e-300)) for y in costs])
+
+
+def degree(values: Sequence[float], digits: float = 0.01) -> int:
+    """Return the degree of the polynomial through values at equal steps; differences below `digits` of the last are 0.
+
+    >>> from regard.lab.complexity import degree
+    >>> degree([3 * n * n + 5 for n in range(4)]), degree([7, 9, 11, 13])
+    (2, 1)
+    """
+    rest, found = list(values), 0
+    while len(rest) > 1 and max(abs(b - a) for a, b in pairwise(rest)) > digits * abs(values[-1]):
+        rest, found = [b - a for a, b in pairwise(rest)], found + 1
+    return found
 
 
 def slope(x: Sequence[float], y: Sequence[float]) -> Growth:
@@ -66,18 +82,37 @@ def one_thread() -> Iterator[None]:
         torch.set_num_threads(before)
 
 
-def min_seconds(calls: Sequence[Call], rounds: int = 7) -> list[float]:
-    """Return the least processor time of each call; calls are interleaved, so that load on the machine affects all."""
-    best = [math.inf] * len(calls)
+class Timing(NamedTuple):
+    """Processor times of calls: the least of each, and the 99% interval of the power with which they grow."""
+
+    seconds: list[float]
+    power: list[float]
+    rounds: int
+
+
+def time_growth(calls: Sequence[Call], sizes: Sequence[float], *, narrow: float = 0.15, most: int = 60) -> Timing:
+    """Time interleaved calls round by round, until the interval of their power is narrow or after `most` rounds.
+
+    A round times every call and fits one power, so that a load on the machine that lasts for a round changes all times
+    alike; a load that comes and goes within a round spoils that round, which the median of the rounds ignores.
+    """
+    best, powers = [math.inf] * len(calls), []
     with one_thread():
         for call in calls:
             call()
-        for _ in range(rounds):
-            for n, call in enumerate(calls):
+        for done in range(1, most + 1):
+            times = []
+            for call in calls:
                 began = time.thread_time()
                 call()
-                best[n] = min(best[n], time.thread_time() - began)
-    return best
+                times.append(time.thread_time() - began)
+            best = [min(pair) for pair in zip(best, times, strict=True)]
+            powers.append(growth(sizes, times).power)
+            if done >= 12:
+                low, middle, high = median_interval(powers)
+                if high - low < narrow:
+                    break
+    return Timing(best, [low, middle, high], done)
 
 
 def flops(call: Call) -> int:
@@ -163,18 +198,16 @@ def depth(output: Tensor) -> int:
     return depths[output.grad_fn]
 
 
-def costs(
-    attend: Callable[[Tensor, Tensor, Tensor], Tensor], lengths: Sequence[int], width: int, rounds: int = 5
-) -> dict[str, Any]:
+def costs(attend: Callable[[Tensor, Tensor, Tensor], Tensor], lengths: Sequence[int], width: int) -> dict[str, Any]:
     """Measure an attention in plain torch at several lengths, and fit the powers with which its costs grow."""
     inputs = [torch.randn(3, n, width) for n in lengths]
     calls = [lambda x=x: attend(*x) for x in inputs]
     with torch.no_grad():
         work = [flops(call) for call in calls]
         memory = [peak_bytes(call, x) for call, x in zip(calls, inputs, strict=True)]
-        time = min_seconds(calls, rounds)
-    findings: dict[str, Any] = {"lengths": list(lengths), "flops": work, "bytes": memory, "seconds": time}
-    for name, values in (("flops", work), ("bytes", memory), ("time", time)):
-        fit = growth(lengths, values)
-        findings |= {f"{name}_power": fit.power, f"{name}_low": fit.low, f"{name}_high": fit.high}
-    return findings
+        timing = time_growth(calls, lengths)
+    return {
+        "lengths": list(lengths), "flops": work, "bytes": memory, "seconds": timing.seconds, "rounds": timing.rounds,
+        "flops_power": growth(lengths, work).power, "bytes_power": growth(lengths, memory).power,
+        "time_power": timing.power,
+    }  # fmt: skip

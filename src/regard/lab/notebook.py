@@ -29,13 +29,14 @@ def notebook(results: Sequence[Result], language: str = "en") -> str:
         cells.append(
             v4.new_markdown_cell(
                 f"### {claim.title.render(language)}\n\n{claim.says.render(language)}\n\n$${claim.formula}$$\n\n"
-                f"**{result.verdict.text.render(language)}** — {claim.finding.render(language, result.findings)}"
+                f"**{result.verdict.text.render(language)}** — {result.sentence(language)}\n\n"
+                + "\n".join(f"- {each.render(language)}" for each in result.judgements)
             )
         )
         shown = (
             "{name: value for name, value in findings.items() if not isinstance(value, list | dict) or len(value) <= 8}"
         )
-        cell = v4.new_code_cell(f"{claim.code(result.seed)}{shown}", execution_count=number)
+        cell = v4.new_code_cell(f"{claim.code(result.seed, len(result.samples))}{shown}", execution_count=number)
         cell.outputs = [
             v4.new_output("execute_result", {"text/plain": _short(result)}, execution_count=number),
             v4.new_output(

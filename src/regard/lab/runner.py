@@ -5,11 +5,12 @@ from __future__ import annotations
 import math
 import time
 from collections.abc import Callable, Iterable, Iterator
+from dataclasses import replace
 from difflib import get_close_matches
 
 import torch
 
-from regard.lab.claim import FULL, Budget, Claim, Findings, Result
+from regard.lab.claim import FULL, Budget, Claim, Findings, Result, seed_of
 from regard.lab.complexity import one_thread
 from regard.lab.themes import (
     approximation,
@@ -17,16 +18,23 @@ from regard.lab.themes import (
     cost,
     examples,
     gradients,
+    lengths,
     mechanism,
+    recurrence,
+    rows,
     softmax,
     symmetry,
+    training,
     translation,
 )
+from regard.lab.theory import THEMES
 
+PARTS = (
+    recurrence, mechanism, training, lengths, softmax, rows, symmetry, gradients, cost, approximation, architectures,
+    translation, examples,
+)  # fmt: skip
 CLAIMS: dict[str, Claim] = {
-    claim.name: claim
-    for theme in (mechanism, softmax, symmetry, gradients, cost, approximation, architectures, translation, examples)
-    for claim in theme.CLAIMS
+    claim.name: claim for theme in THEMES for part in PARTS for claim in part.CLAIMS if claim.theme == theme
 }
 """All claims by name, in the order of the page."""
 
@@ -55,12 +63,15 @@ def measure(claim: Claim, *, seed: int = 0, budget: Budget = FULL) -> Result:
     'false as printed'
     """
     before, began = torch.get_rng_state(), time.process_time()
+    samples = []
     try:
         with one_thread():  # results do not depend on the number of cores, nor times on waiting for other threads
-            findings = _to_json_values(claim.measure(seed=seed, **budget.arguments(claim)))
+            for repetition in range(budget.repetitions(claim)):
+                findings = claim.measure(seed=seed_of(seed, repetition), **budget.arguments(claim))
+                samples.append(_to_json_values(findings))
     finally:
         torch.set_rng_state(before)
-    return Result(claim, findings, claim.judge(findings), seed, time.process_time() - began)
+    return Result(claim, samples, seed, time.process_time() - began)
 
 
 def run(
@@ -74,17 +85,13 @@ def run(
 
     on_start: called with each claim before it is measured.
     """
-    done: dict[object, tuple[Findings, float]] = {}
+    done: dict[object, Result] = {}
     for claim in claims:
         on_start(claim)
-        key = claim.measure, tuple(sorted(budget.arguments(claim).items()))
-        if key in done:
-            findings, cpu_seconds = done[key]
-            yield Result(claim, findings, claim.judge(findings), seed, cpu_seconds)
-        else:
-            result = measure(claim, seed=seed, budget=budget)
-            done[key] = result.findings, result.cpu_seconds
-            yield result
+        key = claim.measure, budget.repetitions(claim), tuple(sorted(budget.arguments(claim).items()))
+        if key not in done:
+            done[key] = measure(claim, seed=seed, budget=budget)
+        yield replace(done[key], claim=claim)
 
 
 def _to_json_values(findings: Findings) -> Findings:

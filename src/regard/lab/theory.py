@@ -36,11 +36,21 @@ ITEMS: dict[str, Text] = {
     "example 6": Text("Keys and values from the projected query.", "由投影后的查询计算键与值。"),
     "approximation": Text("The error of linear and window attention.", "线性注意力与窗口注意力的误差。"),
     "normalization": Text("What replaces the softmax.", "softmax 的替代。"),
+    "bottleneck": Text("The fixed vector between two recurrent networks.", "两个循环网络之间的固定向量。"),
+    "jacobian": Text("The product of the Jacobians of an RNN.", "RNN 各步雅可比矩阵之积。"),
+    "sigma": Text("One, two and three standard deviations.", "一、二、三倍标准差。"),
+    "row sums": Text("Row sums other than 1; L1 and L2 normalisation.", "不等于 1 的行和；L1 与 L2 归一化。"),
+    "extrapolation": Text("Positions beyond the trained length.", "训练长度之外的位置。"),
+    "stable gradients": Text(
+        "Residual connections, layer norm, initialisation, clipping.", "残差连接、层归一化、初始化、裁剪。"
+    ),
+    "several heads": Text("Why several heads.", "为什么需要多个头。"),
     "stability": Text("Where the naive softmax overflows.", "朴素 softmax 在何处溢出。"),
 }
 """Mechanism, claims and worked examples in the order of the theory, and questions about normalisation and accuracy."""
 
 THEMES: dict[str, Text] = {
+    "recurrence": Text("Why attention", "为什么需要注意力"),
     "mechanism": Text("The mechanism", "机制"),
     "softmax": Text("Scaling and softmax", "缩放与 softmax"),
     "symmetry": Text("Symmetry", "对称性"),

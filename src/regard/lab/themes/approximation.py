@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from typing import Any
 
-from regard.lab.claim import Claim, Findings, PickLabel, Text, Verdict, grade
+from regard.lab.claim import Claim, Findings, PickLabel, Text
+from regard.lab.criteria import at_least, at_most, between
 
 
 def linear_error(attend=None, spreads=(0.05, 0.1, 0.2, 0.5, 1.0, 2.0), length=256, width=32, seed=0):
@@ -55,15 +56,8 @@ def favor_error(features=None, counts=(16, 64, 256, 1024), length=128, width=32,
         for count in counts:
             outputs = [rg.LinearAttention(features(count, seed + n))(q * spread, k * spread, v) for n in range(draws)]
             errors.append(sum(((out - exact).norm() / exact.norm()).item() for out in outputs) / draws)
-        fit = growth(counts, errors)
-        findings |= {f"error {name}": errors, f"power {name}": fit.power, f"last {name}": errors[-1],
-                  f"low {name}": fit.low, f"high {name}": fit.high}  # fmt: skip
+        findings |= {f"error {name}": errors, f"power {name}": growth(counts, errors).power, f"last {name}": errors[-1]}
     return findings
-
-
-def judge_favor(findings: Findings) -> Verdict:
-    power = findings["power narrow"]
-    return grade(-0.65 < power < -0.4, -0.85 < power < -0.2)
 
 
 def draw_favor_error(figure: Any, findings: Findings, tr: PickLabel) -> None:
@@ -99,7 +93,7 @@ def window_error(mask=None, reaches=(0, 1, 2, 4, 8, 16, 32, 64, 128, 255), lengt
         exact = rg.attention(q, k, v)
         findings[name] = [((rg.attention(q, k, v, mask=mask(r)) - exact).norm() / exact.norm()).item() for r in reaches]
     findings |= {"whole": findings["near"][-1], "near16": findings["near"][reaches.index(16)], "anywhere16": findings["anywhere"][reaches.index(16)],
-              "falls": all(b <= a * 1.05 + 1e-6 for a, b in zip(findings["near"], findings["near"][1:]))}  # fmt: skip
+              "rise": max(b - a for a, b in zip(findings["near"], findings["near"][1:]))}  # fmt: skip
     return findings
 
 
@@ -134,8 +128,11 @@ CLAIMS = (
         Text("It replaces the exponential of q·k by the product of elu(q)+1 and elu(k)+1. How close are the two?", "它以 (elu(q)+1)·(elu(k)+1) 代替 q·k 的指数。两者究竟有多接近？"),
         r"\phi(q)^\top\phi(k),\ \phi(x)=\operatorname{elu}(x)+1\quad\not\approx\quad e^{q\cdot k/\sqrt d}",
         linear_error,
-        lambda findings: grade(findings["at_one"] > 0.3, findings["at_one"] > 0.05),
-        Text("At unit variance the outputs differ by {at_one:.0%} of their size. They agree (to {least:.1%}) only where scores are so small that both are close to the mean of all values. A model has to be trained with linear attention to use it.", "方差为 1 时，两者的输出相差 {at_one:.0%}。只有当分数小到两者都近乎“所有值的平均”时才一致（{least:.1%}）：必须用它来训练模型。"),
+        (
+            at_least("at_one", 0.3, "relative error at a spread of 1", "标准差为 1 时的相对误差", rule="mean"),
+            at_most("least", 0.05, "relative error at the smallest spread", "标准差最小时的相对误差", rule="mean"),
+        ),
+        Text("At unit variance the outputs differ by {at_one:.0%} of their size. They agree (to {least:.1%}) only where scores are so small that all values have almost the same weight. A model has to be trained with linear attention to use it.", "方差为 1 时，两者的输出相差 {at_one:.0%}。只有当分数小到各个值的权重几乎相同时才一致（相差 {least:.1%}）：必须用它来训练模型。"),
         draw_linear_error,
         Text("The relative error of the output against the spread of queries and keys.", "输出的相对误差随查询与键的离散程度的变化。"),
         {"length": 64},
@@ -145,12 +142,15 @@ CLAIMS = (
         Text("Performer's error falls with the square root of its features", "Performer 的误差随特征数的平方根下降"),
         Text("FAVOR+ is an unbiased estimate of the exponential kernel from m random features: four times as many features halve the error.", "FAVOR+ 用 m 个随机特征无偏地估计指数核：特征数增至四倍，误差减半。"),
         r"\operatorname{error}\propto m^{-1/2}",
-        favor_error, judge_favor,
-        Text("At a spread of 0.25 the error falls like m^{power narrow:.2f} (95%: {low narrow:.2f} to {high narrow:.2f}), to {last narrow:.1%} with the largest number of features. At a spread of 1 it falls only like m^{power wide:.2f} and is still {last wide:.0%}: large scores are approximated poorly.", "标准差为 0.25 时，误差按 m^{power narrow:.2f} 下降（95% 区间：{low narrow:.2f} 至 {high narrow:.2f}），特征最多时为 {last narrow:.1%}。标准差为 1 时只按 m^{power wide:.2f} 下降，仍有 {last wide:.0%}：分数一大，它就力不从心。"),
+        favor_error,
+        (
+            between("power narrow", -0.6, -0.4, "power of m at a spread of 0.25", "标准差为 0.25 时 m 的幂次", rule="mean"),
+            between("power wide", -0.6, -0.4, "power of m at a spread of 1", "标准差为 1 时 m 的幂次", rule="mean", part=True),
+        ),
+        Text("At a spread of 0.25 the error falls like m^{power narrow:.2f}, to {last narrow:.1%} with the largest number of features; at 0.5 like m^{power middle:.2f}, and at 1 only like m^{power wide:.2f}, where it is still {last wide:.0%}: the law holds where scores are small, large ones are approximated poorly.", "标准差为 0.25 时，误差按 m^{power narrow:.2f} 下降，特征最多时为 {last narrow:.1%}；为 0.5 时按 m^{power middle:.2f}；为 1 时只按 m^{power wide:.2f}，仍有 {last wide:.0%}。分数小时此规律成立，分数大时近似很差。"),
         draw_favor_error,
         Text("The relative error of the output against the number of features, for three spreads of queries and keys.",
         "三种离散程度下，输出的相对误差随特征数的变化。"),
-        {"length": 64, "counts": (16, 64, 256), "draws": 3},
     ),
     Claim(
         "window-error", "approximation", ("mechanism 9", "approximation"),
@@ -158,8 +158,12 @@ CLAIMS = (
         Text("The error falls as the window widens, to 0 when it covers all keys; how fast depends on where the weight is.", "窗口越宽误差越小，覆盖全部时为 0；下降的快慢取决于权重在哪里。"),
         r"\left\lVert A_w-A\right\rVert\to 0\quad(w\to n)",
         window_error,
-        lambda findings: grade(findings["whole"] < 1e-5 and findings["falls"] and findings["near16"] < 0.1,
-        findings["whole"] < 1e-5 and findings["near16"] < findings["anywhere16"]),
+        (
+            at_most("whole", 1e-5, "error when the window covers all keys", "窗口覆盖全部键时的误差"),
+            at_most("near16", 0.1, "error at a reach of 16, matching keys near", "半径 16、所寻之物在附近时的误差", rule="mean"),
+            at_least("anywhere16", 0.5, "error at a reach of 16, matching keys far", "半径 16、所寻之物在远处时的误差", rule="mean"),
+            at_most("rise", 0.05, "largest rise of the error from one reach to the next", "从一个半径到下一个，误差的最大上升"),
+        ),
         Text("With a reach of 16 the error is {near16:.1%} if neighbours are similar, and {anywhere16:.0%} if matching keys are 97 positions away. At full reach it is {whole:.0e}.", "半径为 16 时，若相邻词元彼此相似，误差为 {near16:.1%}；若所寻之物在 97 个位置之外，误差为 {anywhere16:.0%}。完全覆盖时为 {whole:.0e}。"),
         draw_window_error,
         Text("The relative error of the output against the reach of the window.", "输出的相对误差随窗口半径的变化。"),

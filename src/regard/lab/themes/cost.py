@@ -4,11 +4,12 @@ from __future__ import annotations
 
 from typing import Any
 
-from regard.lab.claim import Claim, Findings, PickLabel, Text, Verdict, grade
+from regard.lab.claim import Claim, Findings, PickLabel, Text
+from regard.lab.criteria import at_least, at_most, between
 from regard.lab.draw import plot_growth
 
 
-def dense_cost(attend=None, lengths=(256, 512, 1024, 2048, 4096), width=64, seed=0):
+def dense_cost(attend=None, lengths=(256, 512, 1024, 2048), width=64, seed=0):
     import torch
 
     from regard.lab.complexity import costs
@@ -20,24 +21,6 @@ def dense_cost(attend=None, lengths=(256, 512, 1024, 2048, 4096), width=64, seed
     return {**costs(attend, lengths, width), "at_1000": stored[0], "at_10000": stored[1]}
 
 
-def judge_dense(findings: Findings) -> Verdict:
-    counted = grows(findings, "flops", 2) and grows(findings, "bytes", 2) and findings["at_10000"] == 10**8
-    return grade(counted and timed(findings, 2), counted)
-
-
-def grows(findings: Findings, name: str, power: float, slack: float = 0.12) -> bool:
-    """Return whether a count grows with a power; the slack is for terms of lower order, since counts have no noise."""
-    return abs(findings[f"{name}_power"] - power) < slack
-
-
-def timed(findings: Findings, power: float) -> bool:
-    """Return whether the interval of the measured time contains a power, with slack for caches and call overhead."""
-    return (
-        findings["time_low"] - 0.15 <= power <= findings["time_high"] + 0.15
-        and findings["time_high"] - findings["time_low"] < 1.5
-    )
-
-
 def draw_costs(figure: Any, findings: Findings, tr: PickLabel) -> None:
     for axis, name, label in zip(
         figure.subplots(1, 3), ("flops", "bytes", "seconds"),
@@ -45,11 +28,12 @@ def draw_costs(figure: Any, findings: Findings, tr: PickLabel) -> None:
         strict=True,
     ):  # fmt: skip
         key = "time" if name == "seconds" else name
-        plot_growth(axis, findings, [(name, f"n^{findings[key + '_power']:.2f}")], tr)
+        power = findings[key + "_power"]
+        plot_growth(axis, findings, [(name, f"n^{power[1] if key == 'time' else power:.2f}")], tr)
         axis.set_title(label)
 
 
-def tiled_cost(attend=None, lengths=(512, 1024, 2048, 4096, 8192), width=16, seed=0):
+def tiled_cost(attend=None, lengths=(512, 1024, 2048), width=64, seed=0):
     import torch
 
     import regard as rg
@@ -59,10 +43,10 @@ def tiled_cost(attend=None, lengths=(512, 1024, 2048, 4096, 8192), width=16, see
     attend = attend or (lambda q, k, v: rg.attention(q, k, v, engine="tiled"))  # exact, tile by tile, in plain torch
     q, k, v = torch.randn(3, 700, width).double()
     off = (attend(q, k, v) - torch.softmax(q @ k.T / width**0.5, -1) @ v).abs().max().item()
-    return {**costs(attend, lengths, width, rounds=3), "off": off}
+    return {**costs(attend, lengths, width), "off": off}
 
 
-def window_cost(attend=None, lengths=(512, 1024, 2048, 4096, 8192), width=32, reach=32, seed=0):
+def window_cost(attend=None, lengths=(512, 1024, 2048, 4096), width=32, reach=32, seed=0):
     import torch
     import torch.nn.functional as F
 
@@ -97,11 +81,6 @@ def linear_cost(attend=None, lengths=(1024, 2048, 4096, 8192, 16384), width=32, 
     return {**costs(attend, lengths, width), "width_power": wide.power}
 
 
-def judge_linear(findings: Findings) -> Verdict:
-    counted = grows(findings, "flops", 1) and findings["bytes_power"] < 1.12
-    return grade(counted and timed(findings, 1), counted)
-
-
 def scaling_cost(scaled=None, lengths=(256, 512, 1024, 2048), width=64, seed=0):
     import torch
 
@@ -115,7 +94,7 @@ def scaling_cost(scaled=None, lengths=(256, 512, 1024, 2048), width=64, seed=0):
         "flops_ratio": scaled["flops"][-1] / plain["flops"][-1],
         "bytes_ratio": scaled["bytes"][-1] / plain["bytes"][-1],
         "plain_power": plain["flops_power"], "scaled_power": scaled["flops_power"],
-        "plain_time": plain["time_power"], "scaled_time": scaled["time_power"],
+        "saved": plain["flops_power"] - scaled["flops_power"],
     }  # fmt: skip
 
 
@@ -127,11 +106,11 @@ def draw_scaling_cost(figure: Any, findings: Findings, tr: PickLabel) -> None:
     axis.set_ylabel(tr("seconds of one core", "单核时间（秒）"))
 
 
-def sparse_cost(masks=None, lengths=(1024, 2048, 4096, 8192), seed=0):
+def sparse_cost(masks=None, lengths=(1024, 2048, 4096, 8192), counted=(1024, 2048, 4096), seed=0):
     import torch
 
     import regard as rg
-    from regard.lab.complexity import growth
+    from regard.lab.complexity import growth, time_growth
 
     patterns = masks or {
         "dense": lambda n: None,
@@ -141,14 +120,20 @@ def sparse_cost(masks=None, lengths=(1024, 2048, 4096, 8192), seed=0):
         "Longformer": lambda n: rg.longformer(128, [0, 1]),
     }
     findings = {"lengths": list(lengths), "names": list(patterns)}
+    inputs = [torch.randn(3, 1, 1, n, 64) for n in lengths]
+    pairs = []
     for name, mask in patterns.items():
-        work = []
-        for n in lengths:
-            x = torch.empty(1, 1, n, 16)
-            work.append(rg.Attention(mask=mask(n)).explain(x, x, x).flops)
-        findings[name] = work
-        findings["power " + name] = growth(lengths, work).power
-    findings["most"] = max(findings["power " + name] for name in patterns if name != "dense")
+        with torch.no_grad():
+            shown = [mask(n) for n in lengths]
+            calls = [lambda x=x, m=m: rg.attention(*x, mask=m) for x, m in zip(inputs, shown)]
+            timing = time_growth(calls, lengths, narrow=0.2)
+        findings |= {name: timing.seconds, "power " + name: timing.power}
+        seen = [int((rg.Attention(mask=mask(n)).weights(*torch.zeros(2, n, 1)) > 0).sum()) for n in counted]
+        pairs.append(growth(counted, seen).power)
+    sparse = list(patterns)[1:]
+    findings["most"] = max((findings["power " + name] for name in sparse), key=lambda power: power[1])
+    findings["pairs_power"] = max(pairs[1:])
+    findings["share"] = max(findings[name][-1] for name in sparse) / findings["dense"][-1]
     findings["dense_power"] = findings["power dense"]
     return findings
 
@@ -159,10 +144,13 @@ def draw_sparse_cost(figure: Any, findings: Findings, tr: PickLabel) -> None:
     plot_growth(
         axis,
         findings,
-        [(name, f"{tr(name, names.get(name, name))}, n^{findings['power ' + name]:.2f}") for name in findings["names"]],
+        [
+            (name, f"{tr(name, names.get(name, name))}, n^{findings['power ' + name][1]:.2f}")
+            for name in findings["names"]
+        ],
         tr,
     )
-    axis.set_ylabel(tr("operations", "运算次数"))
+    axis.set_ylabel(tr("seconds of one core", "单核时间（秒）"))
 
 
 def chunking(merge=None, chunks=8, length=2048, width=32, seed=0):
@@ -225,10 +213,10 @@ def draw_checkpointing(figure: Any, findings: Findings, tr: PickLabel) -> None:
 
 
 POWERS = Text(
-    "Operations grow like n^{flops_power:.2f}, peak memory like n^{bytes_power:.2f}, time like n^{time_power:.2f} "
-    "(95%: {time_low:.2f} to {time_high:.2f}).",
-    "运算次数按 n^{flops_power:.2f} 增长，内存峰值按 n^{bytes_power:.2f}，时间按 n^{time_power:.2f}（95% 区间：{time_low:.2f} 至 "
-    "{time_high:.2f}）。",
+    "Counted operations grow like n^{flops_power:.2f}, peak memory like n^{bytes_power:.2f}, processor time at these lengths like "
+    "n^{time_power[1]:.2f} (median of {rounds} interleaved rounds; 99%: {time_power[0]:.2f} to {time_power[2]:.2f}).",
+    "运算次数（计数）按 n^{flops_power:.2f} 增长，内存峰值按 n^{bytes_power:.2f}，在这些长度上处理器时间按 n^{time_power[1]:.2f} 增长"
+    "（{rounds} 轮交错计时的中位数；99% 区间：{time_power[0]:.2f} 至 {time_power[2]:.2f}）。",
 )
 GROWTH = Text(
     "Operations, peak memory and processor time against length; logarithmic axes, with fitted powers.",
@@ -249,10 +237,17 @@ CLAIMS = (
         Text("A million weights at n = 1,000, and a hundred million at n = 10,000.",
         "n = 1000 时有一百万个权重，n = 10000 时有一亿个。"),
         r"T(n)=O(n^2 d),\qquad M(n)=O(n^2)",
-        dense_cost, judge_dense,
+        dense_cost,
+        (
+            between("flops_power", 1.88, 2.12, "power of n with which counted operations grow", "运算次数（计数）增长的幂次"),
+            between("bytes_power", 1.88, 2.12, "power of n with which peak memory grows", "内存峰值增长的幂次"),
+            between("at_10000", 10**8, 10**8, "weights at n = 10,000", "n = 10000 时的权重个数"),
+            between("time_power", 1.5, 2.5, "power of n with which time grows: nearer to 2 than to 1 or 3", "时间增长的幂次：距 2 比距 1 或 3 更近", rule="interval"),
+        ),
         more("There are {at_1000:,} and {at_10000:,} weights.", "权重分别有 {at_1000:,} 与 {at_10000:,} 个。"),
         draw_costs, GROWTH,
-        {"lengths": (64, 128, 256, 512)},
+        {"lengths": (512, 1024, 2048)},
+        repetitions=1,
     ),
     Claim(
         "linear-heading", "cost", ("claim 8",),
@@ -260,10 +255,14 @@ CLAIMS = (
         Text("A source has this heading above O(n·m). With n queries and n keys that is n²: doubling the length takes four times the work.", "有资料在 O(n·m) 上方写了这样的标题。n 个查询、n 个键时那就是 n²：长度加倍，工作量变为四倍。"),
         r"O(n\cdot m)\overset{?}{=}O(n)",
         dense_cost,
-        lambda findings: grade(findings["flops_power"] < 1.2 and findings["time_low"] < 1.2),
+        (
+            between("flops_power", 0.88, 1.12, "power of n with which counted operations grow", "运算次数（计数）增长的幂次"),
+            between("time_power", 0.5, 1.5, "power of n with which time grows: nearer to 1 than to 0 or 2", "时间增长的幂次：距 1 比距 0 或 2 更近", rule="interval"),
+        ),
         more("The complexity is quadratic.", "正确的说法是：二次复杂度。"),
         draw_costs, GROWTH,
-        {"lengths": (64, 128, 256, 512)},
+        {"lengths": (512, 1024, 2048)},
+        repetitions=1,
     ),
     Claim(
         "tiled-cost", "cost", ("claim 8",),
@@ -272,13 +271,16 @@ CLAIMS = (
         "逐块计算，softmax 随之更新：从不保存权重，也没有任何近似。"),
         r"T(n)=O(n^2d),\qquad M(n)=O(n)",
         tiled_cost,
-        lambda findings: grade(
-            findings["off"] < 1e-12 and grows(findings, "flops", 2) and findings["bytes_power"] < 1.1 and timed(findings, 2),
-            findings["off"] < 1e-12 and grows(findings, "flops", 2) and findings["bytes_power"] < 1.1,
+        (
+            at_most("off", 1e-12, "difference from dense attention", "与稠密注意力之差"),
+            between("flops_power", 1.88, 2.12, "power of n with which counted operations grow", "运算次数（计数）增长的幂次"),
+            at_most("bytes_power", 1.12, "power of n with which peak memory grows", "内存峰值增长的幂次"),
+            between("time_power", 1.5, 2.5, "power of n with which time grows: nearer to 2 than to 1 or 3", "时间增长的幂次：距 2 比距 1 或 3 更近", rule="interval"),
         ),
         more("It differs from dense attention by {off:.0e}.", "与稠密注意力相差 {off:.0e}。"),
         draw_costs, GROWTH,
-        {"lengths": (256, 512, 1024), "width": 8},
+        {"lengths": (512, 1024, 2048), "width": 32},
+        repetitions=1,
     ),
     Claim(
         "window-cost", "cost", ("claim 8",),
@@ -286,13 +288,17 @@ CLAIMS = (
         Text("A query that attends to w neighbours costs the same at any length of the text.", "每个查询只看 w 个邻居，无论文本多长，代价都一样。"),
         r"T(n)=O(n\,w\,d),\qquad M(n)=O(n\,w)",
         window_cost,
-        lambda findings: grade(
-            grows(findings, "flops", 1) and grows(findings, "bytes", 1) and grows(findings, "width", 1) and timed(findings, 1),
-            grows(findings, "flops", 1) and grows(findings, "bytes", 1) and grows(findings, "width", 1),
+        (
+            at_most("off", 1e-5, "difference from the window mask (float32)", "与窗口掩码之差（float32）"),
+            between("flops_power", 0.88, 1.12, "power of n with which counted operations grow", "运算次数（计数）增长的幂次"),
+            between("bytes_power", 0.88, 1.12, "power of n with which peak memory grows", "内存峰值增长的幂次"),
+            between("width_power", 0.88, 1.12, "power of w with which counted operations grow", "运算次数增长所依 w 的幂次"),
+            between("time_power", 0.5, 1.5, "power of n with which time grows: nearer to 1 than to 0 or 2", "时间增长的幂次：距 1 比距 0 或 2 更近", rule="interval"),
         ),
         more("Operations grow with the window like w^{width_power:.2f}. The band agrees with regard's window mask to {off:.0e}.", "运算次数随窗口按 w^{width_power:.2f} 增长。带状计算与 regard 的窗口掩码相差 {off:.0e}。"),
         draw_costs, GROWTH,
-        {"lengths": (128, 256, 512, 1024), "width": 16},
+        {"lengths": (512, 1024, 2048)},
+        repetitions=1,
     ),
     Claim(
         "linear-cost", "cost", ("claim 8", "mechanism 9"),
@@ -301,13 +307,16 @@ CLAIMS = (
         "先对所有键求和，得到一个 d × d 的状态，每个查询都只读这个状态。"),
         r"o_i=\frac{\phi(q_i)^\top\sum_j\phi(k_j)v_j^\top}{\phi(q_i)^\top\sum_j\phi(k_j)}",
         linear_cost,
-        lambda findings: grade(
-            judge_linear(findings) is Verdict.HOLDS and grows(findings, "width", 2),
-            judge_linear(findings) is not Verdict.FALSE and grows(findings, "width", 2, 0.3),
+        (
+            between("flops_power", 0.88, 1.12, "power of n with which counted operations grow", "运算次数（计数）增长的幂次"),
+            at_most("bytes_power", 1.12, "power of n with which peak memory grows", "内存峰值增长的幂次"),
+            between("width_power", 1.88, 2.12, "power of d with which counted operations grow", "运算次数增长所依 d 的幂次"),
+            between("time_power", 0.5, 1.5, "power of n with which time grows: nearer to 1 than to 0 or 2", "时间增长的幂次：距 1 比距 0 或 2 更近", rule="interval"),
         ),
         more("Operations grow with the width like d^{width_power:.2f}.", "运算次数随维度按 d^{width_power:.2f} 增长。"),
         draw_costs, GROWTH,
-        {"lengths": (256, 512, 1024), "width": 16},
+        {"lengths": (2048, 4096, 8192)},
+        repetitions=1,
     ),
     Claim(
         "scaling-cost", "cost", ("claim 9",),
@@ -315,11 +324,12 @@ CLAIMS = (
         Text("Some sources present the division by √d as a solution to the quadratic cost. It changes the values of the scores, not their number.", "有些资料把“除以 √d”当作平方开销的解决办法。它改变的是数值，而不是数值的个数。"),
         r"\operatorname{cost}\!\left(\operatorname{softmax}\frac{QK^\top}{\sqrt d}V\right)\overset{?}{\ll}\operatorname{cost}\left(\operatorname{softmax}(QK^\top)V\right)",
         scaling_cost,
-        lambda findings: grade(findings["scaled_power"] < findings["plain_power"] - 0.5),
+        (at_least("saved", 0.5, "power of n saved by scaling", "缩放所降低的幂次"), at_most("flops_ratio", 0.5, "operations with scaling over those without", "缩放与不缩放的运算次数之比")),
         Text("With scaling, operations are {flops_ratio:.2f} times and memory {bytes_ratio:.2f} times those without; operations grow like n^{scaled_power:.2f} with and n^{plain_power:.2f} without scaling. (Scaling prevents saturation.)", "缩放之后，运算次数为不缩放时的 {flops_ratio:.2f} 倍，内存为 {bytes_ratio:.2f} 倍；两者分别按 n^{scaled_power:.2f} 与 n^{plain_power:.2f} 增长。（缩放解决的是饱和问题。）"),
         draw_scaling_cost,
         Text("Processor time with and without scaling.", "缩放与不缩放时的处理器时间。"),
         {"lengths": (64, 128, 256, 512)},
+        repetitions=1,
     ),
     Claim(
         "sparse-cost", "cost", ("mechanism 9",),
@@ -327,10 +337,16 @@ CLAIMS = (
         Text("Local windows, truncated windows over earlier tokens only, a few global tokens, and Longformer, which combines windows and global tokens.", "局部窗口、只关注前面词元的截断窗口、少量全局词元，以及把窗口与全局词元结合起来的 Longformer。"),
         r"\sum_i |\{j: M_{ij}=1\}| = O(n)",
         sparse_cost,
-        lambda findings: grade(findings["most"] < 1.15 and findings["dense_power"] > 1.9),
-        Text("The work in the visited tiles grows at most like n^{most:.2f}; the work for all pairs grows like n^{dense_power:.2f}.", "在实际访问的块中，工作量至多按 n^{most:.2f} 增长；全部配对则按 n^{dense_power:.2f}。"),
+        (
+            between("dense_power", 1.5, 2.5, "power of n, dense: nearer to 2 than to 1 or 3", "稠密：时间的幂次，距 2 比距 1 或 3 更近", rule="interval"),
+            between("most", 0.5, 1.5, "greatest power of n of a sparse pattern: nearer to 1 than to 0 or 2", "稀疏模式中最大的幂次：距 1 比距 0 或 2 更近", rule="interval"),
+            at_most("pairs_power", 1.12, "power of n with which the visible pairs grow, greatest of the patterns", "可见配对数增长的幂次，各模式中最大者"),
+        ),
+        Text("Processor time of the sparse patterns grows at most like n^{most[1]:.2f} (99%: {most[0]:.2f} to {most[2]:.2f}), of dense attention like n^{dense_power[1]:.2f} ({dense_power[0]:.2f} to {dense_power[2]:.2f}); at the greatest length the slowest pattern takes {share:.0%} of the dense time.", "稀疏模式的处理器时间至多按 n^{most[1]:.2f} 增长（99% 区间：{most[0]:.2f} 至 {most[2]:.2f}），稠密注意力按 n^{dense_power[1]:.2f}（{dense_power[0]:.2f} 至 {dense_power[2]:.2f}）；在最大长度处，最慢的模式用时为稠密的 {share:.0%}。"),
         draw_sparse_cost,
-        Text("Operations of regard's kernels against length, by mask.", "regard 的计算核在各种掩码下的运算次数随长度的变化。"),
+        Text("Processor time of regard against length, by mask.", "regard 在各种掩码下的处理器时间随长度的变化。"),
+        {"lengths": (512, 1024, 2048)},
+        repetitions=1,
     ),
     Claim(
         "chunking", "cost", ("mechanism 9",),
@@ -339,12 +355,13 @@ CLAIMS = (
         "每一块给出自己的输出与对数和；据此合并，得到的正是整体的结果。"),
         r"o=\sum_c \frac{e^{\ell_c}}{\sum_{c'}e^{\ell_{c'}}}\,o_c",
         chunking,
-        lambda findings: grade(findings["off"] < 1e-12 and findings["share"] < 0.5),
+        (at_most("off", 1e-12, "relative difference", "相对差"), at_most("share", 0.5, "peak memory, chunked over whole", "分块与整体的内存峰值之比")),
         Text("The merged output differs by {off:.1e} and takes {share:.0%} of the memory.",
         "合并后的输出相差 {off:.1e}；所用内存为原来的 {share:.0%}。"),
         draw_chunking,
         Text("Peak memory of 2,048 queries and keys.", "2048 个查询与键时的内存峰值。"),
         {"length": 1024},
+        repetitions=3,
     ),
     Claim(
         "checkpointing", "cost", ("mechanism 9",),
@@ -353,10 +370,11 @@ CLAIMS = (
         "只保留进入每个模块的张量，其余在反向传播时重新计算。"),
         r"M=O(L\cdot n\,d)\ll O\left(L\cdot n\,(c\,d+h)\right)",
         checkpointing,
-        lambda findings: grade(findings["off"] < 1e-5 and findings["share"] < 0.5),
+        (at_most("off", 1e-5, "relative difference of the gradients (float32)", "梯度的相对差（float32）"), at_most("share", 0.5, "kept memory, checkpointed over plain", "使用检查点前后保留内存之比")),
         Text("Gradients differ by {off:.1e}; the memory kept for the backward pass shrinks to {share:.0%}.",
         "梯度相差 {off:.1e}；为反向传播保留的内存缩减到 {share:.0%}。"),
         draw_checkpointing,
         Text("Memory that six blocks keep for their backward pass.", "六个模块为反向传播保留的内存。"),
+        repetitions=3,
     ),
 )  # fmt: skip

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from typing import Any
 
-from regard.lab.claim import Claim, Findings, PickLabel, Text, grade
+from regard.lab.claim import Claim, Findings, PickLabel, Text
+from regard.lab.criteria import at_least, at_most
 
 
 def example_weights(attend=None, seed=0):
@@ -114,30 +115,40 @@ def draw_unnormalised(figure: Any, findings: Findings, tr: PickLabel) -> None:
     axis.legend()
 
 
-def projected_query(layer=None, seed=0):
+def projected_query(project=None, d_model=32, d_key=8, tokens=64, seed=0):
     import torch
 
     import regard as rg
 
+    def best_fit(source, wanted):  # the W for which source @ W is nearest to the keys or values of a layer
+        fitted = source @ torch.linalg.lstsq(source, wanted).solution
+        return ((fitted - wanted).norm() / wanted.norm()).item()
+
     torch.manual_seed(seed)
-    layer = layer or rg.nn.SelfAttention(d_model=32, d_key=8, d_value=8)
-    x = torch.randn(1, 12, 32)
-    # Two inputs with the same queries: x, and x moved within the null space of W_q.
-    null_space = torch.linalg.svd(layer.query.weight.detach()).Vh[8:]  # directions that the query projection maps to 0
-    moved = x + torch.randn(1, 12, len(null_space)) @ null_space
-    same_queries = (layer.query(moved) - layer.query(x)).norm() / layer.query(x).norm()
-    keys, values = ((part(moved) - part(x)).norm() / part(x).norm() for part in (layer.key, layer.value))
-    output = (layer(moved) - layer(x)).norm() / layer(x).norm()
-    return {"queries": same_queries.item(), "keys": keys.item(), "values": values.item(), "output": output.item()}
+    findings = {"parts": ["keys", "values"]}
+    for name, width in (("square", d_model), ("narrow", d_key)):
+        layer = rg.nn.SelfAttention(d_model=d_model, d_key=width, d_value=width).double()
+        x = torch.randn(tokens, d_model).double()
+        projected = (project or (lambda x, layer: x @ layer.query.weight.T))(x, layer)
+        findings[name] = [best_fit(projected, x @ part.weight.T) for part in (layer.key, layer.value)]
+        findings[f"worst {name}"] = max(findings[name])
+    return findings
 
 
 def draw_projected_query(figure: Any, findings: Findings, tr: PickLabel) -> None:
     axis = figure.subplots()
-    names = (tr("queries", "查询"), tr("keys", "键"), tr("values", "值"), tr("output", "输出"))
-    axis.bar(
-        names, [findings[name] for name in ("queries", "keys", "values", "output")], 0.5, color=["C0", "C1", "C1", "C1"]
-    )
-    axis.set_ylabel(tr("relative change", "相对变化"))
+    for n, (name, label) in enumerate(
+        (
+            ("square", tr("W_q square and invertible", "W_q 为可逆方阵")),
+            ("narrow", tr("W_q narrower than the input", "W_q 比输入窄")),
+        )
+    ):
+        axis.bar([x + 0.38 * n for x in range(2)], [max(y, 1e-17) for y in findings[name]], 0.36, label=label)
+    axis.set_yscale("log")
+    axis.set_ylim(1e-17, 10)
+    axis.set_xticks([0.19, 1.19], [tr("keys", "键"), tr("values", "值")])
+    axis.set_ylabel(tr("relative error of the best W", "最优 W 的相对误差"))
+    axis.legend()
 
 
 CLAIMS = (
@@ -147,11 +158,12 @@ CLAIMS = (
         Text("Printed: q = [1,2,3], keys [4,5,6] and [7,8,9], values [10,11,12] and [13,14,15], d = 3 give weights of about 0.387 and 0.613 and the output [12.74, 13.51, 14.28].", "原文：q = [1,2,3]，键为 [4,5,6] 与 [7,8,9]，值为 [10,11,12] 与 [13,14,15]，d = 3；权重约为 0.387 与 0.613，输出为 [12.74, 13.51, 14.28]。"),
         r"\alpha=\operatorname{softmax}\!\left(\frac{32}{\sqrt3},\frac{50}{\sqrt3}\right)",
         example_weights,
-        lambda findings: grade(findings["off"] < 0.01, findings["off"] < 0.1),
+        (at_most("off", 0.01, "largest deviation from the printed output", "与印出的输出的最大偏差"),),
         Text("The scaled scores are {scaled[0]:.3f} and {scaled[1]:.3f}, the weights {weights[0]:.2e} and {weights[1]:.5f}, the output [{output[0]:.5f}, {output[1]:.5f}, {output[2]:.5f}]. The printed weights do not match the printed output either; they would result in [{from_printed[0]:.2f}, {from_printed[1]:.2f}, {from_printed[2]:.2f}].", "缩放后的分数为 {scaled[0]:.3f} 与 {scaled[1]:.3f}，权重为 {weights[0]:.2e} 与 {weights[1]:.5f}，输出为 [{output[0]:.5f}, {output[1]:.5f}, {output[2]:.5f}]。印出的权重甚至得不出印出的输出，而应得 [{from_printed[0]:.2f}, {from_printed[1]:.2f}, {from_printed[2]:.2f}]。"),
         draw_example_weights,
         Text("Weights and output as printed and as measured; diamonds: output for the printed weights.",
         "权重与输出：原文与实测；菱形为由印出的权重算得的输出。"),
+        repetitions=1,
     ),
     *(
         Claim(
@@ -160,12 +172,15 @@ CLAIMS = (
             Text("As printed in a source.", "某资料中印出的数值。"),
             rf"\operatorname{{softmax}}({x})",
             measure,
-            # rounding allows half a unit of the last printed digit
-            lambda findings: grade(findings["off"] <= 0.005, findings["off"] <= 0.01),
+            (
+                at_most("off", 0.01, "largest deviation from a printed number: one unit of the last digit", "与印出数值的最大偏差：末位数字的一个单位"),
+                at_most("off", 0.005, "the same: half a unit, as rounding allows", "同上：舍入所允许的半个单位", part=True),
+            ),
             Text(f"The result is {right}; the printed numbers are off by up to {{off:.3f}}{en}.",
             f"应为 {right}；印出的数值最多偏差 {{off:.3f}}{zh}。"),
             draw_softmax,
             Text("As printed and as measured.", "原文与实测。"),
+            repetitions=1,
         )
         for name, of, x, printed, right, measure, en, zh in (
             ("example-softmax-3", "example 2", "[3, -3]", "[0.95, 0.05]", "[{a:.4f}, {b:.4f}]", example_softmax_3, "",
@@ -183,7 +198,7 @@ CLAIMS = (
         "某资料印作 α = (q·k/√d) · exp(q·k/√d)。而权重应是一个分布：非负，且和为 1。"),
         r"\alpha_{ij}\overset{?}{=}\frac{q_i\cdot k_j}{\sqrt d}\,\exp\!\left(\frac{q_i\cdot k_j}{\sqrt d}\right)",
         unnormalised,
-        lambda findings: grade(findings["least"] >= 0 and findings["off"] < 1e-9),
+        (at_least("least", 0, "smallest weight as printed", "按原文算得的最小权重"), at_most("off", 1e-9, "deviation of row sums from 1", "各行之和与 1 的偏差")),
         Text("The printed form is as small as {least:.3f}, and its rows sum to values from {sum_least:.2f} to {sum_most:.0f}. The correct form is exp(s) divided by its sum over the keys.", "印出的形式最低可达 {least:.3f}，每行之和可为 {sum_least:.2f} 至 {sum_most:.0f} 之间的任何值。正确的是 exp(s) 再除以它对所有键的总和。"),
         draw_unnormalised,
         Text("The printed form is negative for negative scores.", "分数为负时，印出的形式也为负。"),
@@ -191,14 +206,16 @@ CLAIMS = (
     Claim(
         "example-projection", "examples", ("example 6",),
         Text("“Keys and values are computed from the projected query”", "“键与值由投影后的查询计算”"),
-        Text("Then two inputs with the same queries would have the same keys, values and output.",
-        "若真如此，查询相同的两个输入就应有相同的键、值和输出。"),
+        Text("With a square, invertible W_Q this is only another way to write a layer: W_Q⁻¹W_K in place of W_K. With a W_Q that is narrower than the input, as in every layer with several heads, keys and values lose what it discards.",
+        "若 W_Q 为可逆方阵，这只是同一层的另一种写法：以 W_Q⁻¹W_K 代替 W_K。若 W_Q 比输入窄（多头层皆如此），它所丢弃的内容，键与值也就得不到。"),
         r"K\overset{?}{=}(XW_Q)W_K,\; V\overset{?}{=}(XW_Q)W_V",
         projected_query,
-        lambda findings: grade(findings["queries"] < 1e-4 and max(findings["keys"], findings["values"], findings["output"]) < 1e-3),
-        Text("Two inputs whose queries differ by {queries:.0e} have keys that differ by {keys:.2f}, values by {values:.2f} and outputs by {output:.2f}: keys and values are computed from the input itself.", "两个输入的查询只差 {queries:.0e}，键却相差 {keys:.2f}，值相差 {values:.2f}，输出相差 {output:.2f}：键与值来自输入本身。"),
+        (
+            at_most("worst square", 1e-8, "relative error of the best W, W_Q square", "最优 W 的相对误差，W_Q 为方阵"),
+            at_most("worst narrow", 1e-8, "relative error of the best W, W_Q narrower than the input", "最优 W 的相对误差，W_Q 比输入窄", part=True),
+        ),
+        Text("For a square W_Q there is a W that gives the keys and values of any layer, to {worst square:.0e}. For a W_Q from 32 to 8 numbers the best W leaves an error of {worst narrow:.0%}. Keys and values are computed from the input itself.", "W_Q 为方阵时，总有一个 W 能给出任意一层的键与值（误差 {worst square:.0e}）。W_Q 由 32 维降到 8 维时，最优的 W 仍有 {worst narrow:.0%} 的误差。键与值应由输入本身算得。"),
         draw_projected_query,
-        Text("Relative change of each part of a layer when the input is moved within the null space of the query projection.",
-        "沿着查询投影“看不见”的方向移动输入时，各部分的相对变化。"),
+        Text("How well keys and values of a layer can be computed from its queries.", "由一层的查询能在多大程度上算得它的键与值。"),
     ),
 )  # fmt: skip

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from typing import Any
 
-from regard.lab.claim import Claim, Findings, PickLabel, Text, grade
+from regard.lab.claim import Claim, Findings, PickLabel, Text
+from regard.lab.criteria import at_least, at_most, between
 from regard.lab.draw import heatmap
 
 
@@ -214,7 +215,7 @@ def positions(table=None, length=64, width=32, seed=0):
     distance = (torch.arange(20)[None] - torch.arange(20)[:, None]).clamp(-4, 4) + 4
     by_hand = torch.softmax((q @ k.T + torch.einsum("qd,qkd->qk", q, keys[distance])) / width**0.5, -1)
     shaw = rg.Attention(bias=rg.shaw(keys)).weights(q, k)
-    return {"off": (pe - formula).abs().max().item(), "shaw": (shaw - by_hand).abs().max().item(), "learned": learned.requires_grad,
+    return {"off": (pe - formula).abs().max().item(), "shaw": (shaw - by_hand).abs().max().item(), "learned": int(learned.requires_grad),
             "drift": max((d.max() - d.min()).item() for d in along), "table": pe.tolist(),
             "along": [d.mean().item() for d in along]}  # fmt: skip
 
@@ -275,11 +276,12 @@ CLAIMS = (
         "查询与键的相似度、缩放、softmax、对值加权求和。"),
         r"\operatorname{Attention}(Q,K,V)=\operatorname{softmax}\!\left(\frac{QK^\top}{\sqrt{d_k}}\right)V",
         steps,
-        lambda findings: grade(findings["off"] < 1e-10),
+        (at_most("off", 1e-10, "relative difference", "相对差"),),
         Text(f"The four steps and one call of regard differ by {{off:.1e}}. {WEIGHTS.en}",
         f"四个步骤与 regard 的一次调用相差 {{off:.1e}}。{WEIGHTS.zh}"),
         draw_steps,
         Text("One head on a sentence: each row is a query, each column a key.", "一个注意力头在一句话上的计算：每行是一个查询，每列是一个键。"),
+        repetitions=1,
     ),
     Claim(
         "scores", "mechanism", ("mechanism 2",),
@@ -288,8 +290,11 @@ CLAIMS = (
         "加性打分的两个投影要学习 O(d²) 个参数，而点积一个也没有。"),
         r"q\cdot k,\qquad v^\top\tanh(W_qq+W_kk),\qquad \frac{q\cdot k}{|q||k|}",
         scores,
-        lambda findings: grade(findings["off"] < 1e-12 and abs(findings["power"] - 2) < 0.12 and findings["dot"] == 0,
-        findings["off"] < 1e-12 and abs(findings["power"] - 2) < 0.3),
+        (
+            at_most("off", 1e-12, "difference between formulas and scores", "公式与打分之差"),
+            between("power", 1.88, 2.12, "power of d with which the additive parameters grow", "加性参数量增长所依 d 的幂次"),
+            between("dot", 0, 0, "parameters of the dot product", "点积的参数个数"),
+        ),
         Text("The formulas agree with regard's scores to {off:.0e}. The additive parameters grow like d^{power:.2f}, to {last:,} at d = 64; the dot product has {dot}.", "公式与 regard 的打分一致（误差 {off:.0e}）。加性打分的参数量按 d^{power:.2f} 增长，d = 64 时为 {last:,} 个；点积有 {dot} 个。"),
         draw_scores,
         Text("Three scores of the same queries and keys, and the number of parameters of the additive one.",
@@ -301,7 +306,7 @@ CLAIMS = (
         Text("Three projections from d_model to d_key, d_key and d_value; attention; and a projection back to d_model.", "三个投影把 d_model 变为 d_key、d_key 与 d_value；做注意力；再投影回 d_model。"),
         r"\operatorname{softmax}\!\left(\frac{XW_Q(XW_K)^\top}{\sqrt{d_k}}\right)XW_V\,W_O",
         layer,
-        lambda findings: grade(findings["off"] < 1e-12),
+        (at_most("off", 1e-12, "relative difference", "相对差"),),
         Text("A step-by-step computation differs from the module by {off:.1e}; the widths are {d_key}, {d_key}, {d_value} and finally {d_out}.",
         "逐步手算与模块相差 {off:.1e}；宽度依次为 {d_key}、{d_key}、{d_value}，最后回到 {d_out}。"),
         draw_layer,
@@ -314,10 +319,14 @@ CLAIMS = (
         "h 组投影并行计算，把输出拼接起来，再做一次投影。"),
         r"\operatorname{MultiHead}(X)=\operatorname{Concat}(\mathrm{head}_1,\dots,\mathrm{head}_h)W^O",
         heads,
-        lambda findings: grade(findings["off"] < 1e-5 and findings["apart"] > 0.05),
+        (
+            at_most("off", 1e-5, "relative difference (float32)", "相对差（float32）"),
+            at_least("apart", 0.05, "mean share of weight in which two heads differ", "两个头之间平均相差的权重份额"),
+        ),
         Text(f"The {{heads}} heads, computed separately, concatenated and projected, differ from the layer by {{off:.1e}} (float32). Two heads differ in {{apart:.0%}} of their weight on average. {WEIGHTS.en}", f"{{heads}} 个头分别计算、拼接、投影，与整层相差 {{off:.1e}}（float32）。任意两个头平均有 {{apart:.0%}} 的权重不同。{WEIGHTS.zh}"),
         draw_heads,
         Text("The weights of the first heads on the same sentence.", "前几个头在同一句话上的权重。"),
+        repetitions=1,
     ),
     Claim(
         "masks", "mechanism", ("mechanism 6",),
@@ -326,10 +335,14 @@ CLAIMS = (
         "填充掩码屏蔽填充词元，因果掩码屏蔽后面的词元。被屏蔽的得分在 softmax 之前为 −∞。"),
         r"s_{ij}\leftarrow-\infty\quad(M_{ij}=0),\qquad M^{\text{causal}}_{ij}=[\,j\le i\,]",
         masks,
-        lambda findings: grade(findings["leaked"] == 0 and findings["off"] < 1e-10),
+        (
+            between("leaked", 0, 0, "largest weight of a masked key", "被屏蔽的键的最大权重"),
+            at_most("off", 1e-10, "difference from −∞ before the softmax", "与 softmax 之前置 −∞ 之差"),
+        ),
         Text(f"The weight of masked keys is exactly {{leaked:g}}; the other weights agree with −∞ before the softmax to {{off:.0e}}. {WEIGHTS.en}", f"被屏蔽之处的权重恰为 {{leaked:g}}；其余与“softmax 前置为 −∞”相差 {{off:.0e}}。{WEIGHTS.zh}"),
         draw_masks,
         Text("The same head without a mask, with padding and with a causal mask.", "同一个头：无掩码、填充掩码、因果掩码。"),
+        repetitions=1,
     ),
     Claim(
         "positions", "mechanism", ("mechanism 7",),
@@ -337,7 +350,12 @@ CLAIMS = (
         Text("Sines and cosines of decreasing frequency; a trained table; or, following Shaw et al., a vector for every distance.", "频率递减的正弦与余弦；可训练的表；或如 Shaw 等人那样，每个距离对应一个向量。"),
         r"PE_{p,2i}=\sin\frac{p}{10000^{2i/d}},\qquad PE_{p,2i+1}=\cos\frac{p}{10000^{2i/d}}",
         positions,
-        lambda findings: grade(findings["off"] < 1e-6 and findings["shaw"] < 1e-12 and findings["learned"] and findings["drift"] < 1e-4),
+        (
+            at_most("off", 1e-6, "difference from the sinusoidal formula", "与正弦公式之差"),
+            at_most("shaw", 1e-12, "difference from Shaw's formula", "与 Shaw 公式之差"),
+            at_most("drift", 1e-4, "spread of products at equal distance", "相同距离处内积的最大差异"),
+            between("learned", 1, 1, "the learned table has a gradient (1: yes)", "可学习的表带有梯度（1 表示是）"),
+        ),
         Text("regard's table agrees with the formula to {off:.0e}, its relative scores with Shaw's to {shaw:.0e}. Products of two sinusoidal positions depend only on their distance (to {drift:.0e}).", "regard 的编码表与公式相差 {off:.0e}，相对打分与 Shaw 的公式相差 {shaw:.0e}。两个正弦编码的内积只取决于它们的距离（误差 {drift:.0e}）。"),
         draw_positions,
         Text("The sinusoidal table, and the product of two of its rows against their distance.",
@@ -349,7 +367,7 @@ CLAIMS = (
         Text("Embedding and position; N times self-attention and feed-forward, each with residual and layer norm; pooling; output layer.", "词嵌入与位置；N 次“自注意力 + 前馈”，各带残差与层归一化；池化；输出层。"),
         r"x\leftarrow\operatorname{LN}(x+\operatorname{MHA}(x)),\qquad x\leftarrow\operatorname{LN}(x+\operatorname{FFN}(x))",
         model,
-        lambda findings: grade(findings["off"] < 1e-10),
+        (at_most("off", 1e-10, "relative difference", "相对差"),),
         Text("Composed step by step in this order, the model differs from regard's classifier by {off:.1e}.", "按此顺序手工拼装，与 regard 的分类模型相差 {off:.1e}。"),
         draw_model,
         Text("Hidden states of twelve tokens, their mean, and the logits of three classes.",

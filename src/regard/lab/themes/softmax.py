@@ -4,10 +4,11 @@ from __future__ import annotations
 
 from typing import Any
 
-from regard.lab.claim import Claim, Findings, PickLabel, Text, Verdict, grade
+from regard.lab.claim import Claim, Findings, PickLabel, Text
+from regard.lab.criteria import at_least, at_most, between
 
 
-def variance(scale=None, widths=(4, 16, 64, 256, 1024), pairs=100_000, seed=0):
+def variance(scale=None, widths=(4, 16, 64, 256, 1024), pairs=30_000, seed=0):
     import torch
 
     torch.manual_seed(seed)
@@ -20,20 +21,20 @@ def variance(scale=None, widths=(4, 16, 64, 256, 1024), pairs=100_000, seed=0):
         scaled.append((scores * (scale or width**-0.5)).var().item())
     off = [max(abs(p / width - 1), abs(s - 1)) for width, p, s in zip(widths, plain, scaled)]
     at = widths.index(64)
-    return {"widths": list(widths), "plain": plain, "scaled": scaled, "plain64": plain[at], "scaled64": scaled[at],
-            "off": max(off)}  # fmt: skip
+    return {"widths": list(widths), "plain": plain, "rescaled": scaled, "plain64": plain[at], "scaled64": scaled[at], "off": max(off),
+            "ratio": sum(p / w for p, w in zip(plain, widths)) / len(widths), "scaled": sum(scaled) / len(widths)}  # fmt: skip
 
 
 def draw_variance(figure: Any, findings: Findings, tr: PickLabel) -> None:
     axis = figure.subplots()
     axis.loglog(findings["widths"], findings["plain"], "o-", label=tr("q·k", "q·k"))
-    axis.loglog(findings["widths"], findings["scaled"], "o-", label="q·k / √d")
+    axis.loglog(findings["widths"], findings["rescaled"], "o-", label="q·k / √d")
     axis.loglog(findings["widths"], findings["widths"], ":", color="gray", label=tr("variance = d", "方差 = d"))
     axis.set(xlabel=tr("width d of queries and keys", "查询与键的维度 d"), ylabel=tr("variance", "方差"))
     axis.legend()
 
 
-def spread(scores=None, pairs=400_000, width=64, seed=0):
+def spread(scores=None, pairs=160_000, width=64, seed=0):
     import math
 
     import torch
@@ -61,7 +62,7 @@ def draw_spread(figure: Any, findings: Findings, tr: PickLabel) -> None:
     axis.text(20.3, max(findings["counts"]) * 0.75, "±20", ha="left")
 
 
-def saturation(scale=None, widths=(4, 16, 64, 256, 1024, 4096), keys=32, rows=256, seed=0):
+def saturation(scale=None, widths=(4, 16, 64, 256, 1024, 4096), keys=32, rows=128, seed=0):
     import torch
 
     torch.manual_seed(seed)
@@ -90,7 +91,7 @@ def draw_saturation(figure: Any, findings: Findings, tr: PickLabel) -> None:
     left.legend()
 
 
-def temperature(attend=None, temperatures=(0.01, 0.03, 0.1, 0.3, 1.0, 3.0, 10.0, 30.0, 100.0), seed=0):
+def temperature(attend=None, steps=9, seed=0):
     import math
 
     import torch
@@ -98,22 +99,26 @@ def temperature(attend=None, temperatures=(0.01, 0.03, 0.1, 0.3, 1.0, 3.0, 10.0,
     import regard as rg
 
     torch.manual_seed(seed)
-    q, k = torch.randn(1, 16), torch.randn(8, 16)
+    q, k = torch.randn(1, 16).double(), torch.randn(8, 16).double()
     attend = attend or (lambda T: rg.Attention(temperature=T).weights(q, k)[0])
+    scores = (k @ q[0] / 16**0.5).sort(descending=True).values
+    gap, spread = (scores[0] - scores[1]).item(), (scores[0] - scores[-1]).item()
+    low, high = gap / 10, spread * 10  # what is cold or hot depends on how far the scores are apart
+    temperatures = [low * (high / low) ** (n / (steps - 1)) for n in range(steps)]
     rows = [attend(T).tolist() for T in temperatures]
     entropy = [-sum(a * math.log(a) for a in row if a > 0) for row in rows]
     best = int((k @ q[0]).argmax())
-    return {"temperatures": list(temperatures), "rows": rows, "entropy": entropy, "sharpest": rows[0][best],
+    return {"temperatures": temperatures, "rows": rows, "entropy": entropy, "sharpest": rows[0][best],
             "flattest": max(rows[-1]) - min(rows[-1]), "uniform": math.log(8), "entropy_last": entropy[-1],
-            "rises": all(b >= a - 1e-9 for a, b in zip(entropy, entropy[1:]))}  # fmt: skip
+            "coldest": low, "hottest": high, "gap": gap, "spread": spread,
+            "rises": int(all(b >= a - 1e-9 for a, b in zip(entropy, entropy[1:])))}  # fmt: skip
 
 
 def draw_temperature(figure: Any, findings: Findings, tr: PickLabel) -> None:
     left, right = figure.subplots(1, 2)
-    chosen = [0, 2, 4, 6, 8]
-    for n in chosen:
+    for n in range(0, len(findings["rows"]), 2):
         left.plot(
-            range(8), sorted(findings["rows"][n], reverse=True), "o-", label=f"T = {findings['temperatures'][n]:g}"
+            range(8), sorted(findings["rows"][n], reverse=True), "o-", label=f"T = {findings['temperatures'][n]:.2g}"
         )
     left.set(xlabel=tr("keys, best first", "键（从最匹配的排起）"), ylabel=tr("weight", "权重"))
     left.legend()
@@ -150,15 +155,9 @@ def normalizations(kinds=None, lengths=(16, 64, 256, 1024, 4096), rows=200, seed
         findings |= {f"own {name}": own, f"zeros {name}": zeros, f"entropy {name}": entropy, f"slope {name}": slope}
         findings |= {f"kept_{name}": own[-1] / own[0], f"zeros_{name}": zeros[-1], f"slope_{name}": slope[-1],
                      f"entropy_{name}": entropy[-1]}  # fmt: skip
+    findings["zeros_others"] = max(sum(findings[f"zeros {name}"]) for name in ("softmax", "sigmoid"))
+    findings["entropy_ratio"] = findings["entropy_sparsemax"] / findings["entropy_softmax"]
     return findings
-
-
-def judge_normalizations(findings: Findings) -> Verdict:
-    constant = abs(findings["kept_sigmoid"] - 1) < 1e-9
-    fades = findings["kept_softmax"] < 0.1
-    sparse = findings["zeros_sparsemax"] > 0.9 and findings["zeros_softmax"] == findings["zeros_sigmoid"] == 0
-    sharp = findings["entropy_sparsemax"] < findings["entropy_softmax"] / 2
-    return grade(constant and fades and sparse and sharp)
 
 
 def draw_normalizations(figure: Any, findings: Findings, tr: PickLabel) -> None:
@@ -191,12 +190,9 @@ def overflow(softmax=None, seed=0):
         findings[f"from_{name}"] = broken[0] if broken else None
         findings[f"stable_{name}_worst"] = max(errors["stable"])
         findings[f"log_max_{name}"] = torch.tensor(torch.finfo(dtype).max, dtype=torch.float64).log().item()
+    first = findings["from_float32"]
+    findings["from_over_log"] = None if first is None else first - findings["log_max_float32"]
     return findings
-
-
-def judge_overflow(findings: Findings) -> Verdict:
-    breaks = findings["from_float32"] is not None and abs(findings["from_float32"] - findings["log_max_float32"]) <= 1
-    return grade(breaks and findings["stable_float32_worst"] < 1e-6)
 
 
 def draw_overflow(figure: Any, findings: Findings, tr: PickLabel) -> None:
@@ -228,7 +224,11 @@ CLAIMS = (
         ),
         r"\operatorname{Var}(q\cdot k)=d_k,\qquad \operatorname{Var}\!\left(\frac{q\cdot k}{\sqrt{d_k}}\right)=1",
         variance,
-        lambda findings: grade(findings["off"] < 0.05, findings["off"] < 0.2),
+        (
+            between("ratio", 0.97, 1.03, "variance of q·k divided by d, mean over the widths", "q·k 的方差除以 d，对各维度平均", rule="mean"),
+            between("scaled", 0.97, 1.03, "variance of q·k / √d, mean over the widths", "q·k / √d 的方差，对各维度平均", rule="mean"),
+            at_most("off", 0.2, "largest relative deviation at any width", "任一维度下的最大相对偏差"),
+        ),
         Text(
             "At d = 64 the variance is {plain64:.1f}, and {scaled64:.3f} after scaling. No width is off by more than "
             "{off:.1%}.",
@@ -236,7 +236,7 @@ CLAIMS = (
         ),
         draw_variance,
         Text("Variance against width, of normal queries and keys.", "正态分布的查询与键：点积方差随维度的变化。"),
-        {"widths": (16, 64, 256), "pairs": 20_000},
+        {"widths": (16, 64, 256)},
     ),
     Claim(
         "range", "softmax", ("claim 2",),
@@ -248,7 +248,10 @@ CLAIMS = (
         ),
         r"P\left(|q\cdot k|\le 3\sqrt{d_k}\right)\approx 0.997",
         spread,
-        lambda findings: grade(findings["within24"] > 0.995, findings["within24"] > 0.95),
+        (
+            at_least("within24", 0.995, "share within ±24", "±24 之内的比例", rule="mean"),
+            at_least("within20", 0.98, "share within ±20", "±20 之内的比例", rule="mean"),
+        ),
         Text(
             "{within24:.2%} lie within ±24 (normal distribution: {normal24:.2%}) and {within20:.1%} within ±20: the "
             "tails of a sum of products are slightly heavier than normal.",
@@ -268,8 +271,11 @@ CLAIMS = (
         ),
         r"\frac{\partial \alpha_i}{\partial s_j}=\alpha_i(\delta_{ij}-\alpha_j)\;\to\;0\qquad(\alpha\to e_m)",
         saturation,
-        lambda findings: grade(
-            findings["kept_plain"] < 0.05 and findings["last_plain"] > 0.9 and 0.5 < findings["kept_scaled"] < 2 and findings["last_scaled"] < 0.5
+        (
+            at_most("kept_plain", 0.05, "gradient at the largest width over the smallest, unscaled", "不缩放：最大与最小维度处梯度之比"),
+            at_least("last_plain", 0.9, "largest weight at the largest width, unscaled", "不缩放：最大维度处的最大权重", rule="mean"),
+            between("kept_scaled", 0.5, 2, "gradient at the largest width over the smallest, scaled", "缩放后：最大与最小维度处梯度之比", rule="mean"),
+            at_most("last_scaled", 0.5, "largest weight at the largest width, scaled", "缩放后：最大维度处的最大权重", rule="mean"),
         ),
         Text(
             "From the smallest to the largest width, the gradient changes by a factor of {kept_plain:.1g} without "
@@ -292,12 +298,17 @@ CLAIMS = (
         ),
         r"\operatorname{softmax}(x/T)\;\to\;\begin{cases}e_{\operatorname{argmax} x} & T\to 0\\ 1/n & T\to\infty\end{cases}",
         temperature,
-        lambda findings: grade(findings["sharpest"] > 0.999 and findings["flattest"] < 0.02 and findings["rises"]),
+        (
+            at_least("sharpest", 0.999, "weight of the best key at T = gap / 10", "T 为分差的 1/10 时最匹配的键的权重"),
+            at_most("flattest", 0.02, "largest difference of two weights at T = 10 spreads", "T 为分数极差的 10 倍时两个权重的最大差"),
+            between("rises", 1, 1, "the entropy rises with T (1: at every step)", "熵随 T 上升（1 表示每一步都是）"),
+        ),
         Text(
-            "At T = 0.01 the weight of the best key is {sharpest:.4f}; at T = 100 weights differ by at most "
-            "{flattest:.4f}, and the entropy is {entropy_last:.4f} (maximum: {uniform:.4f}).",
-            "T = 0.01 时，最匹配的键占 {sharpest:.4f}；T = 100 时，各权重之差不超过 {flattest:.4f}，熵为 {entropy_last:.4f}（上限 "
-            "{uniform:.4f}）。",
+            "What is cold or hot depends on the scores. At a tenth of the gap between the two best scores the weight of the best key is at "
+            "least {sharpest:.5f}; at ten times the distance between best and worst score, weights differ by at most {flattest:.4f}, and the "
+            "entropy is {entropy_last:.4f} (maximum: {uniform:.4f}).",
+            "高温与低温取决于分数本身。T 为最高与次高分之差的十分之一时，最匹配的键至少占 {sharpest:.5f}；T 为最高与最低分之差的十倍时，各权重之差不超过 "
+            "{flattest:.4f}，熵为 {entropy_last:.4f}（上限 {uniform:.4f}）。",
         ),
         draw_temperature,
         Text("The weights of eight keys at five temperatures, and their entropy; the dashed line is the entropy of the uniform distribution.", "八个键在五种温度下的权重，以及熵随温度的变化；虚线为均匀分布的熵。"),
@@ -312,7 +323,13 @@ CLAIMS = (
         ),
         r"\frac{e^{x_i}}{\sum_j e^{x_j}},\quad \frac{1}{1+e^{-x_i-b}},\quad \max(x_i-\tau,0)",
         normalizations,
-        judge_normalizations,
+        (
+            between("kept_sigmoid", 1 - 1e-9, 1 + 1e-9, "weight of the matching key, most over fewest keys, sigmoid", "键最多与最少时匹配键权重之比，sigmoid"),
+            at_most("kept_softmax", 0.1, "the same, softmax", "同上，softmax", rule="mean"),
+            at_least("zeros_sparsemax", 0.9, "share of weights that are 0, sparsemax", "权重为 0 的比例，sparsemax", rule="mean"),
+            between("zeros_others", 0, 0, "the same, softmax and sigmoid", "同上，softmax 与 sigmoid"),
+            at_most("entropy_ratio", 0.5, "entropy of sparsemax over that of softmax", "sparsemax 与 softmax 的熵之比", rule="mean"),
+        ),
         Text(
             "From the fewest to the most keys, the weight of a key with logit 3 among normal ones falls to {kept_softmax:.2g} of "
             "itself under softmax and to {kept_sparsemax:.2g} under sparsemax, and stays the same under sigmoid. At the most "
@@ -338,7 +355,10 @@ CLAIMS = (
         ),
         r"\frac{e^{x_i}}{\sum_j e^{x_j}}=\frac{e^{x_i-m}}{\sum_j e^{x_j-m}},\quad m=\max_j x_j",
         overflow,
-        judge_overflow,
+        (
+            between("from_over_log", -1, 1, "first failing logit minus the logarithm of the largest float32", "最先失效的 logit 与 float32 最大值的对数之差"),
+            at_most("stable_float32_worst", 1e-6, "error with the maximum subtracted, float32", "减去最大值后的误差，float32"),
+        ),
         Text(
             "The naive form fails from a logit of {from_float32} in float32 (the logarithm of the largest float is "
             "{log_max_float32:.2f}), {from_bfloat16} in bfloat16 and already {from_float16} in float16. With the "
@@ -350,5 +370,6 @@ CLAIMS = (
         ),
         draw_overflow,
         Text("The error of the weights against the largest logit; a cross marks the last logit before NaN. Dotted: with the maximum subtracted.", "权重误差随最大 logit 的变化；叉号为变成 NaN 之前的最后一点。点线：先减去最大值。"),
+        repetitions=1,
     ),
 )  # fmt: skip

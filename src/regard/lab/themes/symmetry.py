@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from typing import Any
 
-from regard.lab.claim import Claim, Findings, PickLabel, Text, grade
+from regard.lab.claim import Claim, Findings, PickLabel, Text
+from regard.lab.criteria import at_least, at_most, between
 from regard.lab.draw import heatmap
 
 
@@ -23,7 +24,17 @@ def simplex(weights=None, seed=0):
         "ALiBi": rg.Attention(bias=rg.alibi(heads=4)),
     }
     rows = {name: (weights or attend.weights)(q, k) for name, attend in forms.items()}
+    empty = rg.Attention(mask=rg.window(2, 0), offset=0).weights(
+        q, k[..., :32, :]
+    )  # the last rows are beyond every key
+    sink = rg.Attention(sink=torch.zeros(4).double()).weights(
+        q / 3, k / 3
+    )  # a logit that takes weight and has no value
+    beyond = empty[..., 40:, :]
     return {
+        "empty": beyond.sum(-1).abs().max().item(),
+        "sink_most": sink.sum(-1).max().item(),
+        "sink_least": sink.sum(-1).min().item(),
         "least": min(a.min().item() for a in rows.values()),
         "off": max((a.sum(-1) - 1).abs().max().item() for a in rows.values()),
         "names": list(rows),
@@ -220,12 +231,17 @@ CLAIMS = (
     Claim(
         "simplex", "symmetry", ("claim 4",),
         Text("Weights are non-negative and every row sums to 1", "权重非负，且每行之和为 1"),
-        Text("For any score, mask or bias, a row of weights is a probability distribution over the keys.",
-        "无论打分函数、掩码或偏置如何，每一行权重都是键上的一个概率分布。"),
+        Text("For any score, mask or bias, a row of softmax weights is a probability distribution over the keys. There are two exceptions: a row that may attend to no key outputs 0, and with a sink (a logit without a value) the keys share less than 1.",
+        "无论打分函数、掩码或偏置如何，softmax 的每一行权重都是键上的一个概率分布。例外有二：没有可关注键的行输出 0；若有汇点（只有 logit 而没有值），各键的权重之和小于 1。"),
         r"\alpha_{ij}\ge 0,\qquad \sum_j \alpha_{ij}=1",
         simplex,
-        lambda findings: grade(findings["least"] >= 0 and findings["off"] < 1e-12),
-        Text("Over five kinds of attention the smallest weight is {least:.1e}, and row sums differ from 1 by at most {off:.1e}.", "在五种注意力中，最小的权重为 {least:.1e}，各行之和与 1 的偏差不超过 {off:.1e}。"),
+        (
+            at_least("least", 0, "smallest weight", "最小的权重"),
+            at_most("off", 1e-12, "deviation of row sums from 1", "各行之和与 1 的偏差"),
+            between("empty", 0, 0, "sum of a row without keys", "没有可关注键的行之和"),
+            between("sink_most", 0, 1 - 1e-6, "largest sum of a row with a sink", "带汇点的行的最大权重之和"),
+        ),
+        Text("Over five kinds of attention the smallest weight is {least:.1e}, and row sums differ from 1 by at most {off:.1e}. Rows without keys sum to {empty:g}; with a sink, rows sum to {sink_least:.3f} to {sink_most:.3f}.", "在五种注意力中，最小的权重为 {least:.1e}，各行之和与 1 的偏差不超过 {off:.1e}。没有可关注键的行之和为 {empty:g}；带汇点时，各行之和在 {sink_least:.3f} 与 {sink_most:.3f} 之间。"),
         draw_simplex,
         Text("Cumulative weights of one row, largest first: they end at 1.", "一行权重从大到小累加：最终都到达 1。"),
     ),
@@ -235,7 +251,7 @@ CLAIMS = (
         Text("A weighted mean lies in the convex hull of its points: in no direction is an output farther out than the outermost value.", "加权平均无法越出被平均之物：沿任何方向，输出都不会比最外侧的值更远。"),
         r"o_i=\sum_j\alpha_{ij}v_j\in\operatorname{conv}\{v_1,\dots,v_m\}",
         hull,
-        lambda findings: grade(findings["beyond"] < 1e-12),
+        (at_most("beyond", 1e-12, "distance of an output beyond the hull", "输出越出凸包的距离"),),
         Text("Over 3,600 directions, the outermost output is {beyond:.1e} beyond the hull (negative: inside).", "在 3600 个方向上，最接近越出凸包的输出超出 {beyond:.1e}（负数表示在内部）。"),
         draw_hull,
         Text("200 outputs, and the nine values of which they are weighted means.", "200 个输出，以及它们所平均的九个值。"),
@@ -247,7 +263,7 @@ CLAIMS = (
         "把词元置换，输出就以同样的方式被置换，除此之外什么也不变。"),
         r"\operatorname{Attention}(PQ,PK,PV)=P\,\operatorname{Attention}(Q,K,V)",
         equivariance,
-        lambda findings: grade(findings["equivariant"] < 1e-12),
+        (at_most("equivariant", 1e-12, "relative difference of the two sides", "等式两边的相对差"),),
         Text("The two sides differ by {equivariant:.1e} of their size in float64.",
         "在 float64 下，等式两边的相对差为 {equivariant:.1e}。"),
         draw_equivariance,
@@ -260,7 +276,7 @@ CLAIMS = (
         Text("A source has this heading above the equation of equivariance. Invariance would mean that the output does not change at all.", "有资料在等变性的公式上方写了这样的标题。若真是不变性，输出应当完全不变。"),
         r"\operatorname{Attention}(PQ,PK,PV)\overset{?}{=}\operatorname{Attention}(Q,K,V)",
         equivariance,
-        lambda findings: grade(findings["invariant"] < 1e-12),
+        (at_most("invariant", 1e-12, "relative change of the output", "输出的相对变化"),),
         Text("The output changes by {invariant:.2f} of its size. Attention is equivariant (to {equivariant:.1e}).",
         "输出的相对变化为 {invariant:.2f}。正确的说法是等变性（偏差 {equivariant:.1e}）。"),
         draw_equivariance,
@@ -269,10 +285,13 @@ CLAIMS = (
     Claim(
         "keys-values", "symmetry", ("claim 5",),
         Text("Permuting keys and values together changes nothing", "键与值一起置换，输出不变"),
-        Text("This is the invariance that attention has: keys and values are an unordered set.", "这才是注意力真正具有的不变性：记忆没有先后。"),
+        Text("This is the invariance that attention has: keys and values are an unordered set.", "这才是注意力真正具有的不变性：键与值是没有次序的集合。"),
         r"\operatorname{Attention}(Q,PK,PV)=\operatorname{Attention}(Q,K,V)",
         keys_values,
-        lambda findings: grade(findings["both"] < 1e-12 and findings["keys"] > 0.01),
+        (
+            at_most("both", 1e-12, "relative change, keys and values permuted together", "键与值一起置换时的相对变化"),
+            at_least("keys", 0.01, "relative change, keys permuted alone", "只置换键时的相对变化"),
+        ),
         Text("Permuting keys and values together changes the output by {both:.1e}; permuting keys alone changes it by {keys:.2f}.",
         "键与值一起置换，输出变化 {both:.1e}；只置换键，变化 {keys:.2f}。"),
         draw_keys_values,
@@ -285,7 +304,10 @@ CLAIMS = (
         "无论正弦、旋转、ALiBi 还是相对位置：加入之后，顺序就起作用了。"),
         r"f(x)=\operatorname{Attention}(x+p):\quad f(Px)\ne P f(x)",
         positions_break,
-        lambda findings: grade(findings["without"] < 1e-12 and findings["with"] > 0.01),
+        (
+            at_most("without", 1e-12, "violation of a symmetry without positions", "没有位置信息时对称性的偏差"),
+            at_least("with", 0.01, "least violation with positions", "加入位置信息后的最小偏差"),
+        ),
         Text("Without positions, both symmetries hold to {without:.1e}; with positions, they are violated by at least {with:.2f}.",
         "没有位置信息时，偏离对称性不超过 {without:.1e}；加入之后，至少偏离 {with:.2f}。"),
         draw_positions_break,
@@ -299,7 +321,7 @@ CLAIMS = (
         "PᵀP = I，故逆矩阵就是转置；PA 置换 A 的行，AP 置换 A 的列。"),
         r"P^\top P=I,\quad P^{-1}=P^\top,\quad \det P=\pm 1",
         permutation_matrices,
-        lambda findings: grade(findings["worst"] < 1e-9),
+        (at_most("worst", 1e-9, "largest error of the four properties", "四条性质的最大误差"),),
         Text("Over 50 random permutations the largest error is {worst:.1e}; the determinants are {signs}. (Row i of PA is row π(i) of A; the same P permutes columns by the inverse.)", "在 50 个随机置换中，各项偏差都不超过 {worst:.1e}；出现的行列式为 {signs}。（PA 的第 i 行是 A 的第 π(i) 行；同一个 P 对列的作用方向相反。）"),
         draw_permutation_matrices,
         Text("A permutation matrix, a matrix, and their two products.", "一个置换矩阵、一个矩阵，以及它们的两种乘积。"),
