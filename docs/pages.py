@@ -31,6 +31,13 @@ def on_files(files: Any, config: Any) -> Any:
     return files
 
 
+def on_post_page(output: str, page: Any, config: Any) -> str:
+    """Set the language of Chinese pages, which decides the shapes of their letters; mkdocs calls this."""
+    if not page.file.src_uri.startswith("zh/"):
+        return output
+    return output.replace('<html lang="en"', '<html lang="zh-CN"', 1)
+
+
 def paths(nav: Any) -> list[str]:
     """The pages that a navigation names, at any depth."""
     if isinstance(nav, str):
