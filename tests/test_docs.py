@@ -172,7 +172,15 @@ def test_the_diagram_of_the_transformer_is_that_of_the_model() -> None:
     import regard as rg
     import regard.view
 
-    sizes = {"vocabulary": 13, "d_model": 32, "layers": 1, "heads": 4, "d_hidden": 64, "start": 11, "stop": 12}
+    sizes: dict[str, Any] = {
+        "vocabulary": 13,
+        "d_model": 32,
+        "layers": 1,
+        "heads": 4,
+        "d_hidden": 64,
+        "start": 11,
+        "stop": 12,
+    }
     model = rg.models.Transformer(rg.models.TransformerConfig(**sizes))
     for file, name, lang in (("transformer.svg", "From zero", "en"), ("transformer-zh.svg", "从零开始", "zh")):
         assert (ROOT / "docs/view" / file).read_text("utf-8") == rg.view.diagram(model, name=name, lang=lang)
