@@ -146,6 +146,10 @@ class _NativeOperator(derivatives.Operator):
                 return torch.autograd.grad(_attend_by_logs(self.elu, *leaves), leaves, grad)
         return native.linear_backward(queries, keys, values, self.elu, output, norm, grad)
 
+    def tangents(self, tensors: derivatives.Tensors, tangents: derivatives.Tensors) -> tuple[Tensor, ...]:
+        moved = derivatives.push_forward(lambda given: self.differentiable(given, True), tensors, tangents)
+        return *self.compute(tensors), *moved[self.outputs :]
+
     def differentiable(self, tensors: derivatives.Tensors, save: bool) -> tuple[Tensor, ...]:
         return (_attend_by_logs(self.elu, *tensors),)
 
