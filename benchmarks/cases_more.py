@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterator
 from itertools import islice
 
@@ -174,6 +175,14 @@ def learned_biases() -> Iterator[Case]:
 
 
 def normalizations() -> Iterator[Case]:
+    softmax = torch_peer("our softmax", plain, reference=_PLAIN, ours=True)
+    bias = -math.log(2048)
+    for backward in (False, True):
+        yield Case(
+            f"sigmoid, {BOTH if backward else FORWARD}, N = 2,048", "sigmoid", lambda: qkv(1, 8, 2048, 64),
+            described(normalization=rg.Sigmoid(bias)), define.sigmoid_attention(bias), (softmax,),
+            (Target(softmax.name, at_most=1.05),), backward=backward, linear_memory=True,
+        )  # fmt: skip
     for alpha in (1.5, 2.0):
         theirs = peers.entmax(alpha)
         yield Case(

@@ -67,6 +67,14 @@ def softmax_attention(
     return reference
 
 
+def sigmoid_attention(bias: float) -> Reference:
+    def reference(x: Inputs, rows: Tensor) -> Tensor:
+        q, k, v = x["q"][:, :, rows].double(), x["k"].double(), x["v"].double()
+        return ((q @ k.mT / q.shape[-1] ** 0.5 + bias).sigmoid() @ v).to(x["q"].dtype)
+
+    return reference
+
+
 def entmax_attention(alpha: float) -> Reference:
     """The threshold of each row by bisection, in float64."""
 
