@@ -9,6 +9,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
+from torch.autograd import forward_ad
 
 import regard as rg
 from regard.engines import native
@@ -161,6 +162,20 @@ def test_a_layer_decodes_with_a_cache_in_fewer_bytes(dtype: torch.dtype, toleran
         whole, cache = layer(x), layer.cache(dtype=dtype)
         steps = torch.cat([layer(part, cache=cache) for part in x.split((7, 1, 1, 3), 1)], 1)
     assert ((steps - whole).norm() / whole.norm()).item() < tolerance
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+def test_gradients_and_tangents_of_keys_and_values_raise(dtype: torch.dtype) -> None:
+    layer = rg.nn.MultiHeadAttention(32, 4, kv_heads=2, attend=rg.Attention(mask=rg.causal()))
+    x = torch.randn(1, 6, 32)
+    with pytest.raises(RuntimeError, match="no gradients"):
+        layer(x, cache=layer.cache(dtype=dtype))
+    key = torch.randn(1, 2, 3, 8)
+    with pytest.raises(RuntimeError, match="tangents"), forward_ad.dual_level():
+        Cache(dtype=dtype).append(forward_ad.make_dual(key, key), key)
+    with torch.no_grad():
+        assert rg.QuantizedTensor.quantize(key.requires_grad_(), dtype).data.requires_grad is False
+        layer(x, cache=layer.cache(dtype=dtype))
 
 
 def test_errors() -> None:

@@ -7,6 +7,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.autograd import forward_ad
 
 STORED = (torch.bfloat16, torch.float16, torch.int8)
 LARGEST = 127  # of the integers; -128 is not used, so that a token and its negative have the same digits
@@ -36,12 +37,20 @@ class QuantizedTensor:
 
     @classmethod
     def quantize(cls, tensor: Tensor, dtype: torch.dtype) -> QuantizedTensor:
-        """Round a tensor (B, G, K, D) to a dtype. A token of a head that is not finite becomes NaN in int8."""
+        """Round a tensor (B, G, K, D) to a dtype. A token of a head that is not finite becomes NaN in int8.
+
+        A tensor with gradients raises, because rounded numbers have none.
+        """
         check_stored_dtype(dtype)
         if not isinstance(tensor, Tensor) or tensor.dim() != 4 or not tensor.is_floating_point():
             given = f"{tensor.dtype} of shape {tuple(tensor.shape)}" if isinstance(tensor, Tensor) else repr(tensor)
             raise ValueError(f"a tensor to quantize must be floating point and (B, G, K, D), got {given}")
-        tensor = tensor.detach()
+        tangent = forward_ad._current_level >= 0 and forward_ad.unpack_dual(tensor).tangent is not None
+        if tangent or (tensor.requires_grad and torch.is_grad_enabled()):
+            raise RuntimeError(
+                "keys and values in fewer bytes have no gradients or tangents: use torch.no_grad(), detach() them, or a "
+                "cache without a dtype"
+            )
         if dtype != torch.int8:
             return cls(tensor.to(dtype), None, tensor.dtype)
         wide = tensor.to(torch.promote_types(tensor.dtype, torch.float32))
