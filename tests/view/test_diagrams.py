@@ -56,6 +56,21 @@ MODELS: dict[str, tuple[Any, tuple[Any, ...]]] = {
     "gpt-oss": (lambda: language(rotary=rg.nn.Rotary(), gated=True, experts=4, sinks=True, tied=False), (IDS,)),
     "gemma": (lambda: language(rotary=rg.nn.Rotary(), norm="unit_rms", arrangement="sandwich", qk_norm=True), (IDS,)),
     "olmo": (lambda: language(rotary=rg.nn.Rotary(), norm="rms", arrangement="output"), (IDS,)),
+    "deepseek": (
+        lambda: language(
+            rotary=rg.nn.Rotary(d_rotary=4), bias=False, latent=models.LatentSizes(d_latent=16, d_rotary=4, d_value=8)
+        ),
+        (IDS,),
+    ),
+    "qwen3-next": (
+        lambda: language(
+            rotary=rg.nn.Rotary(),
+            delta=models.DeltaSizes(heads=2, value_heads=4, d_head=8, d_value=8),
+            delta_layers=(True, True, False),
+        ),
+        (IDS,),
+    ),
+    "deberta": (lambda: models.TextEncoder(models.TextConfig(100, **SIZES, disentangled=4, max_distance=8)), (IDS,)),
     "text": (lambda: models.TextEncoder(TEXT), (IDS,)),
     "masked": (lambda: models.MaskedLanguageModel(TEXT), (IDS,)),
     "classifier": (lambda: models.SequenceClassifier(TEXT), (IDS,)),
@@ -239,6 +254,14 @@ def test_names_cannot_become_markup() -> None:
         assert "\x00" not in text
         assert "\x1b" not in text
     ElementTree.fromstring(diagram(model, name='"><b>x</b>\x00'))
+
+
+@pytest.mark.parametrize("weights", [None, "int8", "int4"])
+def test_a_frozen_model_is_drawn_as_before(weights: str | None) -> None:
+    model = language(rotary=rg.nn.Rotary(), bias=False).eval()
+    before = diagram(model)
+    rg.nn.freeze(model, **({} if weights is None else {"weights": weights}))
+    assert diagram(model) == before
 
 
 def test_what_cannot_be_drawn_raises() -> None:
