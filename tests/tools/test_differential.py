@@ -20,10 +20,6 @@ from regard.nn import context
 WAYS = ["float32", "float64", "gradients-float64", "state-dict", "functional-call"]
 MODES = ["float64", "duals-float64", "jvp-float64", "frozen", "bfloat16"]
 ABSTRACT = {rg.nn.Residual}
-NOT_DRAWN = {  # compared with loops and with Transformers in tests of their own
-    rg.nn.LatentAttention, rg.nn.DifferentialAttention, rg.nn.TalkingHeadsAttention, rg.nn.CrossLayerAttention,
-    rg.nn.OutputGate,
-}  # fmt: skip
 
 
 @pytest.fixture(autouse=True)
@@ -52,7 +48,7 @@ def test_every_module_and_model_is_drawn() -> None:
     for family in FAMILIES.values():
         for seed in range(20):
             drawn |= {type(part) for part in family(Draw(seed)).build().modules()}
-    assert public - drawn - ABSTRACT - NOT_DRAWN == set()
+    assert public - drawn - ABSTRACT == set()
 
 
 def first(family: str, ways: list[str], fixed: dict[str, int]) -> Finding:

@@ -15,7 +15,19 @@ from torch import Tensor
 
 import regard as rg
 from regard.engines.select import ENGINES, exclude_engine
-from regard.nn import Experts, LayerContext, LayerScale, MultiHeadAttention, OutputNorm, ProbePooling, RelativeEmbedding
+from regard.nn import (
+    CrossLayerAttention,
+    DifferentialAttention,
+    Experts,
+    LatentAttention,
+    LayerContext,
+    LayerScale,
+    MultiHeadAttention,
+    OutputNorm,
+    ProbePooling,
+    RelativeEmbedding,
+    TalkingHeadsAttention,
+)
 from regard.nn.recurrent import RecurrentLayer
 from tools.differential.recurrent import recurrent
 
@@ -32,6 +44,8 @@ def use_reference() -> Iterator[None]:
             (RelativeEmbedding, "forward", relative_positions), (RecurrentLayer, "forward", recurrent),
             (Experts, "forward", experts), (ProbePooling, "forward", probe_pooling),
             (OutputNorm, "forward", output_norm), (LayerScale, "forward", layer_scale),
+            (DifferentialAttention, "forward", differential), (TalkingHeadsAttention, "forward", talking_heads),
+            (CrossLayerAttention, "forward", cross_layer), (LatentAttention, "forward", latent),
         ):  # fmt: skip
             stack.enter_context(mock.patch.object(owner, name, function))
         yield
@@ -100,6 +114,16 @@ def multi_head(
     """`MultiHeadAttention.forward` with every projection, norm and rotation on its own line, and no cache."""
     assert cache is None, "the yardstick knows no cache"
     context = LayerContext(mask, bias, positions) if context is None else context
+    q, k, v, extra = projected(self, x, source, context)
+    if self.readers:
+        context.share(self, (k, v), None, self.readers)
+    return output(self, x, attend(context.combine(self.attend), q, k, v, extra=extra))
+
+
+def projected(
+    self: MultiHeadAttention, x: Tensor, source: Tensor | None, context: LayerContext
+) -> tuple[Tensor, Tensor, Tensor, Tensor | None]:
+    """Queries, keys and values (B, H or G, N, ...), and what disentangled attention adds to the scores."""
     keys = x if source is None else source
     weight, offset = self.qkv.weight, self.qkv.bias
     w_key, b_key = (weight, offset) if self.source is None else (self.source.weight, self.source.bias)
@@ -117,15 +141,7 @@ def multi_head(
     q = q if self.query_norm is None else self.query_norm(q)
     k = k if self.key_norm is None else self.key_norm(k)
     q, k, v = q.transpose(1, 2), k.transpose(1, 2), v.transpose(1, 2)  # (B, H, N, D)
-    if (turn := self.rotary) is not None:
-        options: dict[str, Any] = {
-            "base": turn.base,
-            "d_rotary": turn.d_rotary,
-            "interleaved": turn.interleaved,
-            "scaling": turn.scaling,
-        }
-        q = rg.rotary(q, context.positions, **options)
-        k = rg.rotary(k, context.positions if source is None else None, **options)
+    q, k = rotate(self, q, context.positions), rotate(self, k, context.positions if source is None else None)
     extra = None
     if context.relative is not None:  # DeBERTa: from tokens to positions, and from positions to tokens
         vectors, rows = context.relative
@@ -134,7 +150,75 @@ def multi_head(
         extra = torch.einsum("bhid,ijhd->bhij", q, p_key) + torch.einsum("bhjd,ijhd->bhij", k, p_query)
         scale: Any = self.attend.score.scale
         extra = extra * (self.d_head**-0.5 if scale is None else scale)
-    out = attend(context.combine(self.attend), q, k, v, extra=extra)
+    return q, k, v, extra
+
+
+def rotate(self: MultiHeadAttention | LatentAttention, x: Tensor, positions: Tensor | None) -> Tensor:
+    if (turn := self.rotary) is None:
+        return x
+    return rg.rotary(
+        x, positions, base=turn.base, d_rotary=turn.d_rotary, interleaved=turn.interleaved, scaling=turn.scaling
+    )
+
+
+def output(self: MultiHeadAttention, x: Tensor, out: Tensor) -> Tensor:
+    """Project the heads' outputs (B, H, N, E), after the gate."""
+    out = out.transpose(1, 2)
+    if self.gate is not None:  # OutputGate: one number per head, or one per channel
+        gate = F.linear(x, self.gate.projection.weight, self.gate.projection.bias).sigmoid()  # type: ignore[union-attr, arg-type]
+        out = out * (gate[..., None] if gate.shape[-1] == out.shape[2] else gate.view(out.shape))
+    return F.linear(out.flatten(2), self.output.weight, self.output.bias)
+
+
+def differential(self: DifferentialAttention, x: Tensor, *, context: LayerContext | None = None) -> Tensor:
+    """`DifferentialAttention.forward`: both softmaxes of a head read the values of its two key heads side by side."""
+    context = LayerContext() if context is None else context
+    q, k, v, _ = projected(self, x, None, context)
+    share = self.heads // self.kv_heads  # query heads of a key head
+    keys = k.unflatten(1, (-1, 2)).repeat_interleave(share, 1).flatten(1, 2)
+    values = torch.cat(v.unflatten(1, (-1, 2)).unbind(2), -1).repeat_interleave(2 * share, 1)
+    first, second = attend(context.combine(self.attend), q, keys, values).unflatten(1, (-1, 2)).unbind(2)
+    a1, b1, a2, b2 = self.lambdas
+    out = first - ((a1 @ b1).exp() - (a2 @ b2).exp() + self.lambda_init) * second
+    return output(self, x, self.norm(out) * (1 - self.lambda_init))
+
+
+def talking_heads(self: TalkingHeadsAttention, x: Tensor, *, context: LayerContext | None = None) -> Tensor:
+    """`TalkingHeadsAttention.forward`: mix scores, take the weights, mix these."""
+    context = LayerContext() if context is None else context
+    q, k, v, _ = projected(self, x, None, context)
+    score: Any = self.attend.score
+    scale = score.scale.to(q)[:, None, None] if isinstance(score.scale, Tensor) else score.scale
+    scores = torch.einsum("hg,bgnd,bgkd->bhnk", self.score_mix, q, k) * scale
+    scores = scores if score.softcap is None else score.softcap * (scores / score.softcap).tanh()
+    units = torch.eye(x.shape[1], dtype=x.dtype).expand(*k.shape[:3], -1)
+    heads = attend(context.combine(self.attend), torch.zeros_like(q), k, units, extra=scores)
+    return output(self, x, torch.einsum("hg,bgnk,bhke->bhne", self.weight_mix, heads, v))
+
+
+def cross_layer(self: CrossLayerAttention, x: Tensor, *, context: LayerContext, cache: None = None) -> Tensor:
+    """`CrossLayerAttention.forward`: queries of its own, keys and values of its owner."""
+    shared = context.take_shared(self._owner[0])
+    assert shared is not None
+    q = F.linear(x, self.qkv.weight, self.qkv.bias).unflatten(-1, (self.heads, -1))
+    q = rotate(self, (q if self.query_norm is None else self.query_norm(q)).transpose(1, 2), context.positions)
+    return output(self, x, attend(context.combine(self.attend), q, shared.keys, shared.values))  # type: ignore[arg-type]
+
+
+def latent(self: LatentAttention, x: Tensor, *, context: LayerContext | None = None) -> Tensor:
+    """`LatentAttention.forward` with the keys and values of every head."""
+    context = LayerContext() if context is None else context
+    q = x
+    if self.query_down is not None and self.query_norm is not None:
+        q = self.query_norm(F.linear(x, self.query_down.weight, self.query_down.bias))
+    q = F.linear(q, self.query.weight).unflatten(-1, (self.heads, -1)).transpose(1, 2)  # (B, H, N, D)
+    q, q_rotated = q.split((self.d_head, self.d_rotary), -1)
+    c, rotated = F.linear(x, self.down.weight, self.down.bias).split((self.d_latent, self.d_rotary), -1)
+    kv = F.linear(self.norm(c), self.up).unflatten(-1, (self.heads, -1)).transpose(1, 2)
+    k, v = kv.split((self.d_head, self.d_value), -1)
+    rotated = rotate(self, rotated[:, None], context.positions).expand(-1, self.heads, -1, -1)
+    q = torch.cat((q, rotate(self, q_rotated, context.positions)), -1)
+    out = attend(context.combine(self.attend), q, torch.cat((k, rotated), -1), v)
     return F.linear(out.transpose(1, 2).flatten(2), self.output.weight, self.output.bias)
 
 

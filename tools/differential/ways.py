@@ -273,8 +273,8 @@ def gradients_float64(run: Run) -> None:
 def checkpointing(run: Run) -> None:
     module = run.module.double().train()
     stacks = [part for part in module.modules() if hasattr(part, "checkpointing")]
-    if not stacks:
-        raise NotApplicable
+    if not stacks or any(isinstance(part, rg.nn.CrossLayerAttention) for part in module.modules()):
+        raise NotApplicable  # keys shared by layers cannot be recomputed block by block, and are refused
     for stack in stacks:
         stack.checkpointing = True  # type: ignore[assignment]
     if run.name not in run.subject.forward_only:

@@ -1,9 +1,9 @@
 """What can be drawn: families of subjects, by name."""
 
-from tools.differential.families import media, recurrent
+from tools.differential.families import media, recurrent, variants
 from tools.differential.families.modules import MODULES
 from tools.differential.families.text import MODELS
 
 FAMILIES = MODULES | MODELS
 
-__all__ = ["FAMILIES", "media", "recurrent"]
+__all__ = ["FAMILIES", "media", "recurrent", "variants"]

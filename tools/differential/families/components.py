@@ -11,6 +11,7 @@ from torch import Tensor, nn
 
 import regard as rg
 from regard.nn import ACTIVATIONS
+from regard.positions.biases import Shaw
 from tools.differential.draw import Draw
 from tools.differential.subject import noise
 
@@ -123,7 +124,9 @@ def rotary(draw: Draw, d_head: int) -> rg.nn.Rotary | None:
     return rg.nn.Rotary(100.0, width, draw.pick("interleaved", [False, True]), scaling)
 
 
-def attention(draw: Draw, size: Sizes, attend: rg.Attention, *, d_source: int | None = None) -> nn.Module:
+def attention(
+    draw: Draw, size: Sizes, attend: rg.Attention, *, d_source: int | None = None
+) -> rg.nn.MultiHeadAttention:
     norms = draw.pick("norms of query, key", [(False, False), (True, True), (True, False), (False, True)])
     together = draw.pick("norm of all heads", [False, True])
 
@@ -134,7 +137,20 @@ def attention(draw: Draw, size: Sizes, attend: rg.Attention, *, d_source: int | 
         size.d_model, size.heads, kv_heads=size.kv_heads, d_head=size.d_head, d_value=size.d_value, d_source=d_source,
         attend=attend, rotary=rotary(draw, size.d_head), bias=draw.pick("projection bias", [True, False]),
         query_norm=norm(size.heads) if norms[0] else None, key_norm=norm(size.kv_heads) if norms[1] else None,
+        gate=output_gate(draw, size.d_model, size.heads, size.d_value),
     )  # fmt: skip
+
+
+def output_gate(draw: Draw, d_model: int, heads: int, d_value: int) -> nn.Module | None:
+    width = draw.pick("gate", [0, 0, 0, heads, heads * d_value])
+    return rg.nn.OutputGate(d_model, width, bias=draw.pick("gate bias", [False, True])) if width else None
+
+
+def without_width(attend: rg.Attention) -> rg.Attention:
+    """Return a description with a dot product, and without a bias that reads queries or values."""
+    score = attend.score if isinstance(attend.score, rg.Dot) else rg.Dot()
+    parts = () if attend.bias is None else attend.bias.parts()
+    return attend.replace(score=score, bias=None if any(isinstance(part, Shaw) for part in parts) else attend.bias)
 
 
 def feedforward(draw: Draw, d_model: int) -> nn.Module:
