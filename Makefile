@@ -15,7 +15,7 @@ DATA    ?= ../shared/data
 MINUTES ?= 30
 SEED    ?= $(shell date +%s)
 
-.PHONY: demo test coverage real-weights architectures triton gpu-compile lint format docs sanitize mutants tooltips fuzz differential bench bench-quick results wheel findings clean
+.PHONY: demo test coverage real-weights architectures triton gpu-compile lint format docs sanitize mutants tooltips fuzz differential lab-seeds bench bench-quick results wheel findings clean
 
 demo: $(RUN)
 	$(BIN)/python examples/demo.py
@@ -63,6 +63,10 @@ fuzz: $(READY)
 # Random modules and models for MINUTES from SEED, run in many ways, compared with one plain path in float64.
 differential: $(READY)
 	$(BIN)/python -m tools.differential --minutes $(MINUTES) --seed $(SEED)
+
+# Verdicts of all claims of the lab with 100 seeds, written to docs/lab_seeds.md; takes hours, and resumes if stopped.
+lab-seeds: $(READY)
+	$(BIN)/python -m tools.lab_seeds
 
 # Tiny models of all architectures of Transformers with regard, eager and sdpa, written to docs/architectures.md; half an hour on 2
 # cores, and it resumes if stopped.
