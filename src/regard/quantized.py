@@ -48,8 +48,8 @@ class QuantizedTensor:
         tangent = forward_ad._current_level >= 0 and forward_ad.unpack_dual(tensor).tangent is not None
         if tangent or (tensor.requires_grad and torch.is_grad_enabled()):
             raise RuntimeError(
-                "keys and values in fewer bytes have no gradients or tangents: use torch.no_grad(), detach() them, or a "
-                "cache without a dtype"
+                "keys and values in fewer bytes have no gradients or tangents: use torch.no_grad(), detach() them, or "
+                "a cache without a dtype"
             )
         if dtype != torch.int8:
             return cls(tensor.to(dtype), None, tensor.dtype)
