@@ -1,7 +1,7 @@
 // Products of pairs by the tile registers of AMX: 16 rows of 16 pairs, times 16 pairs of rows with 16 columns.
 //
 // Each product of two tiles takes 16 cycles, sixteen times as many multiply-adds per cycle as the vector units do. All
-// tiles have one size, so the registers are configured once per call and thread; whatever is shorter is filled with zeros.
+// tiles have one size, so the registers are configured once per call and thread; shorter rows are filled with zeros.
 #pragma once
 #include "operands.h"
 

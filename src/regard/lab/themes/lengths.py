@@ -11,7 +11,7 @@ from regard.lab.criteria import at_least, at_most
 def beyond(accuracies=None, lengths=(16, 32, 64), steps=400, seed=0):
     from regard.lab import positions_task
 
-    # Two causal blocks learn on rows of 16 which symbol stands two places back, and are tested on longer rows
+    # Two causal blocks learn on rows of 16 which symbol is two places back, and are tested on longer rows
     measure = accuracies or positions_task.accuracies
     findings = {"lengths": list(lengths), "schemes": list(positions_task.SCHEMES)}
     for scheme in positions_task.SCHEMES:
@@ -52,7 +52,7 @@ CLAIMS = (
     Claim(
         "any-length", "mechanism", ("extrapolation",),
         Text("“Sinusoidal positions support sequences of any length”", "“正弦位置编码支持任意长度的序列”"),
-        Text("The table can be computed for any place, but a network has to have learned what its rows mean. Here it learns on rows of 16 which symbol stands two places back.", "这张表在任何位置都能算出，但网络须学过其中各行的含义。这里它在长为 16 的行上学习：往前两位是哪个符号。"),
+        Text("The table can be computed for any place, but a network has to have learned what its rows mean. Here it learns on rows of 16 which symbol is two places back.", "这张表在任何位置都能算出，但网络须学过其中各行的含义。这里它在长为 16 的行上学习：往前两位是哪个符号。"),
         r"PE_{p}\ \text{for}\ p\ge n_{\text{trained}}",
         beyond,
         (
