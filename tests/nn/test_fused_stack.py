@@ -84,6 +84,10 @@ CHANGES = {
     "eps": set_eps,
     "module": lambda model: setattr(model.stack.layers[0], "feedforward", build().stack.layers[1].feedforward),
     "forward": lambda model: setattr(model.stack.layers[0].feedforward, "forward", torch.zeros_like),
+    "fewer blocks": lambda model: setattr(model.stack, "layers", model.stack.layers[:1]),
+    "order of blocks": lambda model: setattr(model.stack, "layers", nn.ModuleList([*model.stack.layers][::-1])),
+    "another block": lambda model: model.stack.layers.append(build(layers=3).stack.layers[2]),
+    "repeat": lambda model: setattr(model.stack, "repeat", 2),
 }
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import operator
 from collections.abc import Callable, Sequence
 from contextlib import suppress
 from functools import partial
@@ -75,13 +76,15 @@ class StackPlan:
             blocks.append(block)
         if self.sizes is None:
             raise _Unsupported
-        self.layers, self.attends, self.blocks = len(blocks), list(attentions), pack_blocks(blocks)
+        self.layers, self.attends, self.blocks = list(layers), list(attentions), pack_blocks(blocks)
         self.index = [block.attention for block in blocks]
 
-    def is_current(self) -> bool:
-        """Whether the modules still hold the same tensors and no hook or replacement of a forward."""
+    def is_current(self, layers: Sequence[nn.Module]) -> bool:
+        """Whether these are the blocks, with the same tensors and no hook or replacement of a forward."""
         return (
-            all(place.get(name, _ABSENT) is value for place, name, value in self._entries)
+            len(layers) == len(self.layers)
+            and all(map(operator.is_, layers, self.layers))
+            and all(place.get(name, _ABSENT) is value for place, name, value in self._entries)
             and all(getattr(weight, "panels", None) is panels for weight, panels in self._panels)
             and all(tensor.data_ptr() == address for tensor, address in self._addresses)
             and not any(self._hooks)
@@ -187,7 +190,7 @@ class StackPlan:
         if keys_values:
             packed = pack_caches([keys for keys, _ in keys_values]), pack_caches([values for _, values in keys_values])
         run_stack(
-            self.sizes, self.blocks, self.layers, out, scratch, attentions, table,
+            self.sizes, self.blocks, len(self.layers), out, scratch, attentions, table,
             self.rotary is not None and self.rotary.interleaved, packed,
         )  # fmt: skip
         return out
@@ -269,12 +272,12 @@ def run_fused(
         return None
     if any(part is not None for part in (context.query_position, context.key_position, context.relative)):
         return None
-    plan = _PLANS.get(stack)
-    if plan is None or not plan.is_current():
+    plan, blocks = _PLANS.get(stack), layers()
+    if plan is None or not plan.is_current(blocks):
         plan = None
         with suppress(_Unsupported):
-            plan = StackPlan(layers())
-        if plan is None or not plan.is_current():
+            plan = StackPlan(blocks)
+        if plan is None or not plan.is_current(blocks):
             _PLANS.pop(stack, None)
             return None
         _PLANS[stack] = plan
