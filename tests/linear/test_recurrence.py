@@ -181,6 +181,18 @@ def test_packed_documents_equal_separate_calls(decay, beta):
         torch.testing.assert_close(output, expected, rtol=0, atol=1e-12, equal_nan=True)
 
 
+@pytest.mark.parametrize("normalize", [True, False])
+@pytest.mark.parametrize("decay", [None, "head", "channel"])
+def test_a_document_without_real_tokens_reads_no_other_document(decay, normalize):
+    q, k, v, g, _, _ = draw_recurrence(1, 6, 4, 3, (1, 1, 1), decay)
+    mask = rg.causal() & rg.documents([0, 0, 0, 1, 1, 1]) & rg.padding([2])
+    k = k.requires_grad_()
+    output, state = rg.LinearAttention("elu", mask, normalize)(q, k, v, decay=g, return_state=True)
+    assert not output[:, :, 3:].any()
+    assert not state.sums.any()
+    assert not torch.autograd.grad(output[:, :, 3:].sum(), k)[0].any()
+
+
 @pytest.mark.parametrize("features", ["elu", "identity"])
 @pytest.mark.parametrize("causal", [True, False])
 def test_padding_changes_neither_output_nor_state(features, causal):

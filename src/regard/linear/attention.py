@@ -283,7 +283,6 @@ class LinearAttention:
             decay = pad_leading(decay[:, None], dims - 1) if dims > 2 else decay
         decay = None if decay is None else expand_decay(decay, q, dims, heads, M)
         beta = None if beta is None else expand_beta(beta, q, dims, heads)
-        decay = self._with_resets(decay, q, heads)
         if real is not None:  # before further computation, so that a NaN reaches no gradient
             k, v = torch.where(real, k, 0), torch.where(real, v, 0)
         dtype = q.dtype
@@ -295,6 +294,7 @@ class LinearAttention:
             beta = None if beta is None else torch.where(token, beta, 0)
             if decay is not None:
                 decay = torch.where(token if decay.dim() == 3 else real, decay, 0)
+        decay = self._with_resets(decay, q, heads)
         if self.normalize:
             v = F.pad(v, (0, 1), value=1.0)
         output, final = run_recurrence(q, k, v, decay, beta, None if state is None else state.sums)
