@@ -88,7 +88,7 @@ def compiled_for(name: str) -> Iterator[list[tuple[str, Any]]]:
     found: list[tuple[str, Any]] = []
     seen = []
 
-    def compile_kernel(kernel: Any, programs: int, *arguments: Any, **constants: Any) -> None:
+    def compile_kernel(_: torch.device, kernel: Any, programs: int, *arguments: Any, **constants: Any) -> None:
         kernel.device_caches.clear()
         seen.append(kernel)
         found.append((kernel.fn.__name__, kernel.warmup(*arguments, grid=(programs,), **constants)))

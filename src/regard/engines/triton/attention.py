@@ -31,7 +31,7 @@ def forward(
     mass = torch.zeros(shape, dtype=torch.float32, device=device)
     blocks = choose_blocks(FORWARD, x, layout)
     launching.launch(
-        forward_kernel, -(-Q // blocks.rows) * B * H,
+        device, forward_kernel, -(-Q // blocks.rows) * B * H,
         pack(x, fixed, layout), output, output.stride(), lse, mass if fixed.sizes[1] else None, 1,
         BM=blocks.rows, BN=blocks.keys, **widths(x), **blocks.options(),
     )  # fmt: skip
@@ -64,13 +64,14 @@ def forward_in_parts(x: LoweredTensors, fixed: LoweredConstants, layout: Layout,
     lse = torch.empty((B, H, Q), dtype=torch.float32, device=device)
     blocks = choose_blocks(DECODE, x, layout)
     launching.launch(
-        forward_kernel, parts * B * H, pack(x._replace(sink=None), fixed, layout), sums, sums.stride(), logsums, None,
-        parts, BM=blocks.rows, BN=blocks.keys, **widths(x), **blocks.options(),
+        device, forward_kernel, parts * B * H, pack(x._replace(sink=None), fixed, layout), sums, sums.stride(), logsums,
+        None, parts, BM=blocks.rows, BN=blocks.keys, **widths(x), **blocks.options(),
     )  # fmt: skip
     sizes = widths(x)
     launching.launch(
-        combine_kernel, B * H * Q, sums, logsums, x.sink, output, output.stride(), lse, H, Q, E, parts, B * H * Q,
-        PARTS=1 << (parts - 1).bit_length(), BE=sizes["BE"], PRECISION=sizes["PRECISION"], num_warps=1,
+        device, combine_kernel, B * H * Q, sums, logsums, x.sink, output, output.stride(), lse, H, Q, E, parts,
+        B * H * Q, PARTS=1 << (parts - 1).bit_length(), BE=sizes["BE"],
+        PRECISION=sizes["PRECISION"], num_warps=1,
     )  # fmt: skip
     return lse
 
@@ -81,12 +82,18 @@ def architecture(device: torch.device) -> str:
         return "interpreter"
     import triton
 
-    target = triton.runtime.driver.active.get_current_target()
-    if target.backend == "hip":
+    with launching.current_device(device):
+        target = triton.runtime.driver.active.get_current_target()
+    return architecture_of(target.backend, target.arch)
+
+
+def architecture_of(backend: str, arch: int | str) -> str:
+    """Return the row of the table for a target of Triton; sm_120 has the tensor cores of sm_89."""
+    if backend == "hip":
         return "gfx9"
-    if target.backend != "cuda":
+    if backend != "cuda":
         return "sm_80"
-    return "sm_100" if target.arch >= 100 else "sm_90" if target.arch >= 90 else "sm_80"
+    return {9: "sm_90", 10: "sm_100"}.get(int(arch) // 10, "sm_80")
 
 
 def choose_blocks(table: Mapping[str, tuple[Blocks, ...]], x: LoweredTensors, layout: Layout) -> Blocks:
@@ -104,4 +111,5 @@ def widths(x: LoweredTensors) -> dict[str, Any]:
 def _precision() -> str:
     if is_interpreted():
         return "interpreter"
-    return "tf32" if torch.backends.cuda.matmul.allow_tf32 else "ieee"
+    # `allow_tf32` raises where a program uses this newer setting
+    return "tf32" if torch.backends.cuda.matmul.fp32_precision == "tf32" else "ieee"

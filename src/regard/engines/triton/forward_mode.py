@@ -57,7 +57,7 @@ def jvp(x: LoweredTensors, fixed: LoweredConstants, layout: Layout, tangents: Te
     )  # fmt: skip
     blocks = choose_blocks(BACKWARD, x, layout)
     launching.launch(
-        tangent_kernel, -(-Q // blocks.rows) * B * H, pack(x, fixed, layout), t,
+        x.query.device, tangent_kernel, -(-Q // blocks.rows) * B * H, pack(x, fixed, layout), t,
         BM=blocks.rows, BN=blocks.keys, **widths(x), **blocks.options(),
     )  # fmt: skip
     if wants:

@@ -50,7 +50,7 @@ def backward(
     if d_lse is not None:
         delta = delta - d_lse
     delta = delta.masked_fill(lse.isneginf(), 0.0).contiguous()
-    (B, H, Q, D), (_, G, K, _) = x.query.shape, x.key.shape
+    (B, H, Q, D), (_, G, K, _), device = x.query.shape, x.key.shape, x.query.device
     blocks = choose_blocks(BACKWARD, x, layout)
     row_blocks = -(-Q // blocks.rows)
     of_rows = x.row_table is not None and want["row_table"]
@@ -61,22 +61,23 @@ def backward(
     arguments = pack(x, fixed, layout)
     constants = {"BM": blocks.rows, "BN": blocks.keys, **widths(x), **blocks.options()}
     if want["query"] or of_rows or want["weight"]:
-        launching.launch(kernels.query_gradient_kernel, row_blocks * B * H, arguments, g, **constants)
+        launching.launch(device, kernels.query_gradient_kernel, row_blocks * B * H, arguments, g, **constants)
     if want["key"] or want["value"]:
-        launching.launch(kernels.key_gradient_kernel, -(-K // blocks.keys) * B * G, arguments, g, **constants)
+        launching.launch(device, kernels.key_gradient_kernel, -(-K // blocks.keys) * B * G, arguments, g, **constants)
     d_diagonal = d_bias = d_sink = None
     if x.diagonal is not None and want["diagonal"]:
-        by_head = torch.empty((B, H, 1, Q + K - 1), dtype=torch.float32, device=x.query.device)
+        by_head = torch.empty((B, H, 1, Q + K - 1), dtype=torch.float32, device=device)
         programs = -(-(Q + K - 1) // blocks.keys) * B * H
-        launching.launch(biases.diagonal_gradient_kernel, programs, arguments, g, by_head, **constants)
+        launching.launch(device, biases.diagonal_gradient_kernel, programs, arguments, g, by_head, **constants)
         d_diagonal = by_head.sum_to_size(x.diagonal.shape)
     if x.bias is not None and want["bias"]:
-        d_bias = torch.empty(x.bias.shape, dtype=torch.float32, device=x.query.device)
+        d_bias = torch.empty(x.bias.shape, dtype=torch.float32, device=device)
         own_batch, own_heads, own_rows, _ = x.bias.shape
         programs = -(-K // blocks.keys) * -(-own_rows // blocks.rows) * own_heads * own_batch
         launching.launch(
-            biases.bias_gradient_kernel, programs, arguments, g, d_bias, B, own_batch, own_heads, own_rows, **constants
-        )
+            device, biases.bias_gradient_kernel, programs, arguments, g, d_bias, B, own_batch, own_heads, own_rows,
+            **constants,
+        )  # fmt: skip
         d_bias = d_bias.to(x.bias.dtype)
     if x.sink is not None and want["sink"]:
         share = (x.sink[:, None] - lse).exp()  # the sink's share of each row

@@ -63,8 +63,9 @@ def bias_gradient_kernel(x, g, d_bias, batch, own_batch, own_heads, own_rows, BM
     j0, block = (program % key_blocks) * BN, program // key_blocks
     row, lead = (block % blocks) * BM, block // blocks
     h, b = (lead % own_heads).to(tl.int64), (lead // own_heads).to(tl.int64)
-    some = (own_rows == x.queries).to(tl.int32)
-    of_head, of_batch = (own_heads == x.heads).to(tl.int64), (own_batch == batch).to(tl.int64)
+    # Casts, since a comparison of two sizes of 1 is known when compiling.
+    some = tl.cast(own_rows == x.queries, tl.int32)
+    of_head, of_batch = tl.cast(own_heads == x.heads, tl.int64), tl.cast(own_batch == batch, tl.int64)
     total = tl.zeros([BM, BN], tl.float32)
     for b_n in range(b * of_batch, tl.where(of_batch > 0, b + 1, batch)):
         for h_n in range(h * of_head, tl.where(of_head > 0, h + 1, x.heads)):
