@@ -110,6 +110,11 @@ def soft(mask: Tensor, states: Tensor) -> Tensor:
     return mask.clamp_min(-9.0)
 
 
+def minus_infinity(mask: Tensor, states: Tensor) -> Tensor:
+    """Rows of padding, which see nothing, become NaN."""
+    return torch.where(mask == 0, 0.0, -torch.inf)
+
+
 def oldest_key_hidden(mask: Tensor, states: Tensor) -> Tensor:
     """In single steps, the oldest key that the window allows is hidden."""
     if mask.shape[-2] > 1:
@@ -222,6 +227,10 @@ PLANTED: dict[str, Plant] = {
     "one token ahead": _bug("smollm3", one_ahead, _layers(1), "plain", "1 ahead"),
     "token does not see itself": _bug("qwen2", without_self, _layers(0), "plain", "token 1 does not see token 1"),
     "soft mask": _bug("gpt_neox", soft, ("gpt_neox.layers.1.attention",), "plain", "measured every token"),
+    "rows of padding are NaN": Plant(
+        "llama", partial(edit_mask, layers=_layers(0), edit=minus_infinity), WHOLE, "left padding",
+        "not finite; nor are those of model.layers.0.self_attn at padding",
+    ),
     "mask of the last row for all": _bug("qwen2", first_row, _layers(1), "left padding", "does not see"),
     "documents leak": _bug("llama", partial(window, None), _layers(0), "documents", "sees other documents"),
     "oldest key lost in steps": _bug("gemma3", oldest_key_hidden, _layers(0), "cache", "does not see"),

@@ -302,3 +302,17 @@ def test_models_that_only_regard_computes_are_refused_with_the_reason(tmp_path: 
         assert result.exit_code == 2
         assert kind in result.stderr
         assert "the checkpoint that the model came from" in " ".join(result.stderr.split())
+
+
+def test_a_layer_without_a_promise_does_not_hide_that_the_model_is_causal() -> None:
+    config = hf.MiniMaxConfig(
+        vocab_size=64, hidden_size=32, intermediate_size=48, num_hidden_layers=2, num_attention_heads=4,
+        num_key_value_heads=2, head_dim=8, num_local_experts=2, layer_types=["full_attention", "linear_attention"],
+    )  # fmt: skip
+    findings = check_model(hf.MiniMaxForCausalLM._from_config(config), implementation=["eager"])
+    verdicts = {name: {f.scenario: f.verdict for f in findings if f.layer == name} for name in
+                ("model.layers.0.self_attn", "model.layers.1.self_attn", "whole model")}  # fmt: skip
+    assert verdicts["model.layers.0.self_attn"] == dict.fromkeys(SIX, "passed")
+    assert verdicts["model.layers.1.self_attn"] == dict.fromkeys(SIX, "not promised")
+    passed = (SIX - {"plain", "documents"}) | {"generate"}
+    assert verdicts["whole model"] == dict.fromkeys(passed, "passed") | {"documents": "not promised"}

@@ -138,9 +138,8 @@ class ModelCheck:
     @property
     def is_causal(self) -> bool:
         """Whether the model is known to be a causal one without an encoder."""
-        promises = list(self.promises.values())
-        causal = bool(promises) and all(isinstance(each, Promise) and each.ahead == 0 for each in promises)
-        return causal and not self.driver.two_sequences
+        promises = [each for each in self.promises.values() if isinstance(each, Promise)]
+        return bool(promises) and all(each.ahead == 0 for each in promises) and not self.driver.two_sequences
 
     @property
     def has_cache(self) -> bool:
@@ -198,7 +197,8 @@ class ModelCheck:
         yield from check_sinks(self)
         yield from check_generation(self)
         if not self.has_cache:
-            yield self.finding(WHOLE, "cache", "the model has no cache", "", "not promised")
+            reason = "only causal models use it" if self.driver.returns_cache else "the model has no cache"
+            yield self.finding(WHOLE, "cache", reason, "", "not promised")
         if "documents" not in {scenario.name for scenario in self.scenarios()}:
             yield self.finding(WHOLE, "documents", self.why_no_documents, "", "not promised")
 
@@ -213,7 +213,7 @@ class ModelCheck:
             promised = next((str(self.promise(layer)) for layer in self.layers if layer.name == place), "a result")
             yield self.finding(place or WHOLE, scenario.name, promised, measured, "failed")
             return
-        broken = False
+        causes: list[str] = []  # of a difference of the whole model
         for layer in self.layers:
             if layer.name not in seen:
                 reason = layer.reason or self.meter.problems.get(layer.name, "not called in this scenario")
@@ -222,10 +222,16 @@ class ModelCheck:
             finding = self._judge_layer(layer, seen[layer.name], scenario, texts)
             if scenario.name == "plain":
                 finding = self._compare_with_eager(layer, seen[layer.name].outputs, finding)
-            broken |= finding.verdict == "failed"
+            if finding.verdict == "failed":
+                causes.append("")
+            elif not bool(seen[layer.name].outputs.isfinite().all()):
+                causes.append(f"nor are those of {layer.name} at padding")
             yield finding
         if scenario.name != "plain":
-            yield self._judge_whole(scenario, texts, broken)
+            others = self.driver.other_layers
+            where = f"positions, embeddings and {others} layers" if others else "positions and embeddings"
+            causes.append(f"no attention layer differs: look at {where}")
+            yield self._judge_whole(scenario, texts, causes[0])
 
     def _measure(self, scenario: Scenario) -> tuple[dict[str, Measurement], list[Alone]]:
         seen = self.meter.visibility(scenario)
@@ -289,16 +295,14 @@ class ModelCheck:
         measured = f"sees the same, but outputs differ from eager by {far:.2g}"
         return replace(finding, measured=measured, verdict="failed", code=code)
 
-    def _judge_whole(self, scenario: Scenario, texts: list[Alone], broken: bool) -> Finding:
+    def _judge_whole(self, scenario: Scenario, texts: list[Alone], cause: str) -> Finding:
         promised = "outputs of one call" if scenario.name == "cache" else "outputs of each text alone"
         far, _, per_token = self._farthest_whole(scenario, texts)
         if far <= self.model_tolerance:
             return self.finding(WHOLE, scenario.name, promised, "as promised", "passed")
         if reason := self._why_not_whole(scenario, bool(per_token)):
             return self.finding(WHOLE, scenario.name, reason, _far(far, scenario), "not promised")
-        measured = _far(far, scenario)
-        if not broken:
-            measured += "; no attention layer differs: look at positions and embeddings"
+        measured = "; ".join(filter(None, (_far(far, scenario), cause)))
         return self.finding(WHOLE, scenario.name, promised, measured, "failed")
 
     def _why_not_whole(self, scenario: Scenario, per_token: bool) -> str:
