@@ -22,7 +22,6 @@ from regard.masks import Mask
 from regard.masks.algebra import And
 from regard.masks.patterns import Causal
 from regard.nn.cache import CrossCache
-from regard.nn.recurrent import RecurrentLayer
 from regard.view.captured_attention import CapturedAttention, Kind
 from regard.view.changes import Ablation, Change
 from regard.view.inputs import model_inputs, next_token
@@ -30,12 +29,16 @@ from regard.view.model_call import ModelCall
 from regard.view.model_output import ModelOutput
 from regard.view.module_calls import ModuleCalls, RunningModule, track_modules
 from regard.view.record import Record
+from regard.view.uncaptured import Uncaptured, shorten
 
 BEAMS = (
     "beam search was captured: the record holds the beam ranked first at the last step, which need not be the one "
     "that was returned; for the weights of the returned tokens, capture one forward pass over them"
 )
-RECURRENT = "recurrent layers have a state instead of weights and are not in the record: {}"
+UNCAPTURED = (
+    "recurrent layers and linear attention have no weights, and other attention is captured if regard computes it; not "
+    "in the record: {}"
+)
 CROSS_ARGUMENTS = ("source", "key_value_states", "encoder_hidden_states")
 
 
@@ -56,8 +59,8 @@ def capture(
     Tokens generated one by one with a cache become rows of one attention. If a module is called again without
     continuing from its earlier keys, the last call replaces the earlier ones. After beam search the record holds the
     beam ranked first at the last step, which need not be the one that is returned, and a warning is issued; for the
-    weights of the returned tokens, capture one forward pass over them. Recurrent layers have no weights; a warning
-    names those that ran.
+    weights of the returned tokens, capture one forward pass over them. A warning names the modules that ran and are
+    not in the record: recurrent layers, which have no weights, and attention that is computed without regard.
 
     >>> import regard as rg, regard.view, torch
     >>> config = rg.models.TextConfig(vocabulary=100, d_model=32, layers=2, heads=4, d_hidden=64)
@@ -86,7 +89,10 @@ def capture(
 
 
 class _Embeddings(TorchFunctionMode):
-    """Pass the ids of every `F.embedding` call to a recorder, whether a module or a function makes the call."""
+    """Pass the ids of every `F.embedding` call to a recorder, whether a module or a function makes the call.
+
+    Also report attention that is computed by torch's function.
+    """
 
     def __init__(self, recorder: _Recorder) -> None:
         super().__init__()
@@ -95,6 +101,8 @@ class _Embeddings(TorchFunctionMode):
     def __torch_function__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if function is F.embedding:
             self.recorder.embed(args[0] if args else kwargs["input"])
+        elif function is F.scaled_dot_product_attention:
+            self.recorder.uncaptured.call_torch(self.recorder.modules.stack)
         return function(*args, **(kwargs or {}))
 
 
@@ -111,7 +119,7 @@ class _Recorder:
         self.restarted = False  # whether decoder self-attention started a new sequence in this forward pass
         self.ablation: Ablation | None = None  # the one inside which the model runs
         self.changes: dict[str, list[Change]] = {}  # by that ablation, of each attention
-        self.recurrent: dict[str, None] = {}  # names of the recurrent layers that ran
+        self.uncaptured = Uncaptured()
 
     def embed(self, ids: Tensor) -> None:
         """Keep the ids of the first embedding before an attention: position and segment tables are looked up later."""
@@ -128,8 +136,9 @@ class _Recorder:
         decoder = [captured for captured in self.record.attentions if captured.kind == "decoder"]
         if any(call.parents is not None for captured in decoder for call in captured.calls):
             warnings.warn(BEAMS, stacklevel=4)
-        if self.recurrent:
-            warnings.warn(RECURRENT.format(", ".join(self.recurrent)), stacklevel=4)
+        self.record.uncaptured = self.uncaptured.names
+        if self.known and self.record.uncaptured:
+            warnings.warn(UNCAPTURED.format(shorten(self.record.uncaptured)), stacklevel=4)
         for captured in self.record.attentions:
             captured.end()
             if len(captured.calls) > 1:  # steps of a generation: the last call does not compute all of them
@@ -142,8 +151,7 @@ class _Recorder:
             self.parents, self.restarted = None, False
             ablation = INTERVENTION.get()
             self.ablation = ablation if isinstance(ablation, Ablation) else None
-        if isinstance(running.module, RecurrentLayer):
-            self.recurrent[running.name] = None
+        self.uncaptured.enter_module(running)
         if not running.name:
             self.record.inputs = model_inputs(running.module, running.args, running.kwargs)
             self.record.call = ModelCall.copy(*running[1:])
@@ -156,6 +164,7 @@ class _Recorder:
     def __call__(self, attend: Attention, query: Tensor, key: Tensor, value: Tensor) -> None:
         if not self.modules.stack:  # a call outside this model
             return
+        self.uncaptured.call_regard(self.modules.stack)
         if self.modules.stack[0].name:  # a part of the model was called, as in generation
             self.record.call = None
         _, module, args, kwargs = self.modules.stack[-1]

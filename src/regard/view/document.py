@@ -18,7 +18,8 @@ from regard.view.heads import find_patterns
 from regard.view.page import pack_array
 from regard.view.pool import pool
 from regard.view.record import GENERATED, NOTHING, Record
-from regard.view.rollout import rollout
+from regard.view.rollout import missing_layers, rollout
+from regard.view.uncaptured import shorten
 
 FORMAT = "regard.view/2"
 WHOLE = 12_000_000  # most bytes of unpooled maps in a page: 12 x 12 heads up to 204 tokens, 24 heads up to 500
@@ -120,6 +121,7 @@ def summary(record: Record) -> dict[str, Any]:
         "title": record.title,
         "text": record.text,
         "note": record.note,
+        "uncaptured": shorten(record.uncaptured),
         "streams": {
             name: {"tokens": list(stream.tokens), "special": list(stream.special)}
             for name, stream in record.streams.items()
@@ -222,6 +224,8 @@ def _rollout(record: Record, sizes: Sizes, arrays: dict[str, np.ndarray]) -> dic
         return None
     kind = max(("encoder", "decoder"), key=lambda kind: sum(captured.kind == kind for captured in stack))
     first = next(captured for captured in stack if captured.kind == kind)
+    if missing_layers(record, first.name):
+        return None
     side, exact = min(sizes.side, first.K), first.K <= ROLLED
     layers = rollout(record, kind, ROLLED if exact else side)  # type: ignore[arg-type]
     if not exact:  # from the mass of a band of keys to the mean per key

@@ -65,6 +65,7 @@ class Record:
         self.title, self.text, self.note = title, "", ""
         self.attentions: list[CapturedAttention] = []
         self.heads = None if heads is None else tuple(heads)
+        self.uncaptured: tuple[str, ...] = ()  # modules that mix tokens, ran, and are not in the record
         self.image: dict[str, Any] | None = None
         self.spectrogram: dict[str, Any] | None = None
         self.inputs: dict[str, Tensor] = {}  # of the last call of the whole model

@@ -7,6 +7,7 @@ from torch import Tensor
 
 from regard.view.captured_attention import Kind
 from regard.view.record import Record
+from regard.view.uncaptured import container, shorten
 
 
 def rollout(record: Record, kind: Kind | None = None, size: int = 512, batch: int | None = None) -> Tensor:
@@ -29,6 +30,8 @@ def rollout(record: Record, kind: Kind | None = None, size: int = 512, batch: in
         raise ValueError(
             f"rollout needs self-attention with as many queries as keys, but no such {kind} layer was captured"
         )
+    if missing := missing_layers(record, stack[0].name):
+        raise ValueError(f"rollout needs the attention of every layer, but not in the record: {shorten(missing)}")
     n = min(size, stack[0].K)
     edges = torch.arange(n + 1) * stack[0].K // n
     rolled, layers = torch.eye(n), []
@@ -40,3 +43,8 @@ def rollout(record: Record, kind: Kind | None = None, size: int = 512, batch: in
         )  # rows with a sink or without visible keys sum to less than 1
         layers.append(rolled)
     return torch.stack(layers)
+
+
+def missing_layers(record: Record, name: str) -> list[str]:
+    """Return the modules that are not in the record and belong to the same stack of layers as an attention."""
+    return [each for each in record.uncaptured if container(each) == container(name)]

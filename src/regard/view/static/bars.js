@@ -49,6 +49,7 @@ export function createHeader(app) {
       note.replaceChildren();
       if (source.about.text && !source.canRun) note.append(el("span", { class: "note-label", text: t("text") }), el("bdi", { class: "note-text", text: source.about.text }));
       if (source.about.note) note.append(el("span", { class: "note-label", text: t("output") }), el("bdi", { text: source.about.note }));
+      if (source.about.uncaptured) note.append(el("span", { class: "note-label", text: t("uncaptured") }), el("bdi", { text: source.about.uncaptured }));
       language.textContent = app.language === "zh" ? "EN" : "中";
       language.title = t("language");
       language.setAttribute("aria-label", t("language"));
