@@ -67,6 +67,19 @@ def why_not(problem: Problem) -> list[str]:
         reasons.append("a torch.func transform may wrap the seed of dropout")
     if problem.in_transform and holds_transformed(problem.mask):
         reasons.append("it reads the mask, which a torch.func transform wraps")
+    return reasons + (_why_not_traced(problem) if torch.compiler.is_compiling() else [])
+
+
+def _why_not_traced(problem: Problem) -> list[str]:
+    """Return reasons why the mask layout cannot be a constant of a graph."""
+    reasons, frame = [], problem.frame
+    fixed = all(type(n) is int for n in (frame.B, frame.H, frame.Q, frame.K, problem.D, problem.E))
+    if torch.compiler.is_exporting() and problem.mask is not None and not fixed:
+        reasons.append("the graph contains the mask layout, which dynamic lengths do not fix")
+    if isinstance(frame.offset, Tensor):
+        reasons.append("torch.compile cannot build a mask layout from a tensor of offsets")
+    if problem.mask is not None and problem.mask.traced:
+        reasons.append("torch.compile cannot read a mask that is built inside the compiled function")
     return reasons
 
 

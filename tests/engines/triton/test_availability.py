@@ -91,7 +91,7 @@ def test_what_it_does_not_support_is_refused(asked: dict, expected: str) -> None
 def test_the_layout_by_keys_is_the_transpose_of_that_by_rows() -> None:
     frame, device = Frame(2, 2, 300, 200, -100), torch.device("cpu")
     for mask in (rg.causal(), rg.causal() & rg.window(70, 0), rg.padding([130, 0])):
-        found = layouts.device_layout(mask, frame, device)
+        found = layouts.device_layout(mask, frame.cache_key(), device)
         start, stop = found.layout.rows
         first, last = found.layout.keys
         for lead in range(first.shape[0] * first.shape[1]):
@@ -101,7 +101,7 @@ def test_the_layout_by_keys_is_the_transpose_of_that_by_rows() -> None:
                 inside = torch.arange(300)[first.view(-1, 4)[lead, tile] : last.view(-1, 4)[lead, tile]]
                 assert not len(seen) or {*seen.flatten().tolist()} <= {*inside.tolist()}
     mask = rg.where(lambda b, h, p, j: (p // 64 * 5 + j // 64 * 3 + h + b) % 4 < 2)
-    found = layouts.device_layout(mask, frame, device)
+    found = layouts.device_layout(mask, frame.cache_key(), device)
     pointer, start, stop, index, _ = found.layout.rows
     ends, rows, bits = found.layout.keys
     by_rows, by_keys = set(), set()
@@ -113,5 +113,7 @@ def test_the_layout_by_keys_is_the_transpose_of_that_by_rows() -> None:
         for n in range(ends[line], ends[line + 1]):
             by_keys.add((line // 4, int(rows[n]), line % 4, int(bits[n])))
     assert by_rows == by_keys
-    assert layouts.device_layout(mask, frame, device) is not None
-    assert layouts.device_layout(rg.causal(), frame, device) is layouts.device_layout(rg.causal(), frame, device)
+    assert layouts.device_layout(mask, frame.cache_key(), device) is not None
+    assert layouts.device_layout(rg.causal(), frame.cache_key(), device) is layouts.device_layout(
+        rg.causal(), frame.cache_key(), device
+    )

@@ -193,14 +193,6 @@ def why_not(problem: Problem) -> list[str]:
         reasons.append("tangents and torch.func transforms of tensors that are not plain need torch's operators")
     if problem.sharded:
         reasons.append("its operator has no rule for DTensor; pass the local shard, .to_local()")
-    if torch.compiler.is_compiling():
-        fixed = all(type(n) is int for n in sizes.values())
-        if torch.compiler.is_exporting() and problem.mask is not None and not fixed:
-            reasons.append("the graph contains the mask layout, which dynamic lengths do not fix")
-        if isinstance(problem.frame.offset, Tensor):
-            reasons.append("torch.compile cannot build a mask layout from a tensor of offsets")
-        if problem.mask is not None and problem.mask.traced:
-            reasons.append("torch.compile cannot read a mask that is built inside the compiled function")
     if problem.tangent and not problem.direct:
         reasons.append("its registered operator, which tensors that are not plain need, has no forward mode")
     return reasons + lowering.why_not(problem)

@@ -61,3 +61,6 @@ def why_not_on(device: torch.device) -> str:
                 f"but {torch.cuda.get_device_name(device)} has {'.'.join(map(str, capability))}"
             )
     return ""
+
+
+why_not_on._dynamo_marked_constant = True  # type: ignore[attr-defined]

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import operator
+
 import torch
 from torch import Tensor
 
@@ -12,8 +14,9 @@ from regard.engines.problem import Engine, Problem
 from regard.engines.triton.arguments import NO_LAYOUT, Layout
 from regard.engines.triton.attention import forward
 from regard.engines.triton.availability import why_not_on
-from regard.engines.triton.layout import device_layout
+from regard.engines.triton.layout import layout_parts
 from regard.engines.triton.operator import TritonOperator
+from regard.engines.triton.registration import run_operator
 from regard.positions.biases import Shaw
 from regard.scores import Dot
 
@@ -28,7 +31,9 @@ def run(
         output, lse = run(wide, query.to(wide.dtype), key.to(wide.dtype), value.to(wide.dtype), seed)
         return output.to(problem.dtype), lse
     x, shaw, fixed, layout = prepare(problem, query, key, value, seed)
-    if problem.grad or problem.tangent or problem.in_transform:
+    if torch.compiler.is_compiling():
+        output, lse, mass = run_operator(x, fixed, layout)
+    elif problem.grad or problem.tangent or problem.in_transform:
         output, lse, mass = apply(TritonOperator(fixed, layout), *x)
     else:
         output, lse, mass = forward(x, fixed, layout)
@@ -42,8 +47,11 @@ def prepare(
     x, shaw, scale = lower(problem, query, key, value)
     layout, strides = NO_LAYOUT, (0, 0)
     if problem.mask is not None:
-        found = device_layout(problem.mask, problem.frame, query.device)
-        layout, strides = found.layout, found.strides
+        *axes, offsets = problem.frame.cache_key()
+        # Sizes as ints: tracing specialises symbolic ones, since the mask layout depends on them.
+        frame_key = (*map(operator.index, axes), tuple(map(operator.index, offsets)))
+        rows, keys, strides, key_strides = layout_parts(problem.mask, frame_key, query.device)
+        layout = Layout(rows, keys, key_strides)
     offset, radius, wants = None, 0, 0
     if shaw is not None:
         with outside_transforms():
@@ -68,11 +76,9 @@ def why_not(problem: Problem) -> list[str]:
     for axis, n in {"B": frame.B, "H": frame.H, "Q": frame.Q, "K": frame.K}.items():
         if n > MAX_SIZE:
             reasons.append(f"its kernels index up to {MAX_SIZE:,} along an axis, but {axis} is {n:,}")
-    if torch.compiler.is_compiling():
-        reasons.append("torch.compile cannot trace its kernels")
     if problem.sharded:
         reasons.append("its kernels have no rule for DTensor; pass the local shard, .to_local()")
-    elif not problem.direct:
+    elif not problem.direct and not torch.compiler.is_compiling():
         reasons.append("its kernels read memory, and a tensor is not plain")
     return reasons + lowering.why_not(problem)
 

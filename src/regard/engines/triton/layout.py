@@ -10,7 +10,6 @@ from regard.cache import CACHE
 from regard.engines.mask_layout import TILE, mask_layout
 from regard.engines.triton.arguments import Layout
 from regard.fingerprint import without_transforms
-from regard.geometry import Frame
 from regard.masks import Mask
 
 
@@ -21,23 +20,32 @@ class DeviceLayout:
         self.layout, self.strides = layout, strides
 
 
-def device_layout(mask: Mask, frame: Frame, device: torch.device) -> DeviceLayout:
-    """Return the layout of a mask; it is uploaded once for equal masks."""
-    mask, key = mask.snapshot(), frame.cache_key()
+def device_layout(mask: Mask, key: tuple, device: torch.device) -> DeviceLayout:
+    """Return the layout of a mask for the frame with this key; it is uploaded once for equal masks."""
+    mask, (_, _, queries, count, _) = mask.snapshot(), key
     content = mask.content()
     known = None if content is None else ("layout on device", content, key, device)
 
     def build() -> DeviceLayout:
         host = mask_layout(mask, key)
         if len(host.tensors) == 2:
-            keys, key_strides = _rows_of_keys(*host.tensors, frame.K)
+            keys, key_strides = _rows_of_keys(*host.tensors, count)
         else:
-            keys, key_strides = _tiles_of_keys(host.tensors, host.strides, frame)
+            keys, key_strides = _tiles_of_keys(host.tensors, host.strides, queries, count)
         rows, keys = (tuple(tensor.to(device) for tensor in tensors) for tensors in (host.tensors, keys))
         return DeviceLayout(Layout(rows, keys, key_strides), host.strides)
 
     with without_transforms():
         return CACHE.get_or_build(known, build, owner=mask)
+
+
+def layout_parts(mask: Mask, key: tuple, device: torch.device) -> tuple:
+    """Return the parts of `device_layout`: tensors by rows and by keys, and their strides."""
+    found = device_layout(mask, key, device)
+    return found.layout.rows, found.layout.keys, found.strides, found.layout.key_strides
+
+
+layout_parts._dynamo_marked_constant = True  # type: ignore[attr-defined]  # tracing does not look inside
 
 
 def _rows_of_keys(start: Tensor, stop: Tensor, keys: int) -> tuple[tuple[Tensor, ...], tuple[int, int]]:
@@ -60,11 +68,11 @@ def _rows_of_keys(start: Tensor, stop: Tensor, keys: int) -> tuple[tuple[Tensor,
 
 
 def _tiles_of_keys(
-    table: tuple[Tensor, ...], strides: tuple[int, int], frame: Frame
+    table: tuple[Tensor, ...], strides: tuple[int, int], queries: int, keys: int
 ) -> tuple[tuple[Tensor, ...], tuple[int, int]]:
     """Return the tiles of a table sorted by key tile: pointers, row tiles, and indices into the bits or -1."""
     pointer, start, stop, index, _ = (tensor.numpy() for tensor in table)
-    row_tiles, key_tiles = -(-frame.Q // TILE), -(-frame.K // TILE)
+    row_tiles, key_tiles = -(-queries // TILE), -(-keys // TILE)
     leads = (len(pointer) - 1) // row_tiles
     length = (stop - start).astype(np.int64)
     line = np.repeat(np.repeat(np.arange(len(pointer) - 1), np.diff(pointer)), length)
