@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
+from typing import Any
 
 import pytest
 import torch
@@ -198,6 +199,32 @@ HOLDERS: dict[str, Callable[[Tensor], object]] = {
 def test_nested_tensors_are_refused_wherever_a_tensor_may_be_given(holder: str, layout: str) -> None:
     with pytest.raises(TypeError, match="nested"):
         HOLDERS[holder](NESTED[layout])
+
+
+@pytest.mark.parametrize("give", [list, tuple, torch.tensor])
+def test_an_offset_per_row_within_transforms(give: Callable[[list[int]], Any]) -> None:
+    query, key, value = (x.double() for x in seeded_inputs())
+    offset = give([1, 0])
+
+    def attend(query: Tensor, offset: Any) -> Tensor:
+        description = rg.Attention(mask=rg.causal(), bias=rg.alibi(query.shape[-3]), offset=offset)
+        return description.replace(temperature=0.7)(query, key, value)
+
+    def expected(query: Tensor) -> Tensor:
+        rows = zip(query, key, value, (1, 0), strict=True)
+        return torch.stack([attend_row(*row) for row in rows])
+
+    def attend_row(q: Tensor, k: Tensor, v: Tensor, offset: int) -> Tensor:
+        distance = torch.arange(k.shape[-2]) - torch.arange(q.shape[-2])[:, None] - offset
+        slopes = 2 ** (-8 / len(q) * torch.arange(1, len(q) + 1))[:, None, None]
+        scores = (q @ k.mT / q.shape[-1] ** 0.5 - slopes * distance.abs()) / 0.7
+        weights = scores.masked_fill(distance > 0, -torch.inf).softmax(-1).nan_to_num(0.0)
+        return weights @ v
+
+    gradient = torch.func.grad(lambda x: attend(x, offset).sin().sum())(query)
+    torch.testing.assert_close(gradient, torch.func.grad(lambda x: expected(x).sin().sum())(query))
+    tangent = torch.func.jvp(lambda x: attend(x, offset), (query,), (query,))[1]
+    torch.testing.assert_close(tangent, torch.func.jvp(expected, (query,), (query,))[1])
 
 
 @pytest.mark.parametrize("use", ["call", "weights", "whole", "functional_call"])

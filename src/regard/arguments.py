@@ -11,6 +11,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from regard.fingerprint import unwrap, without_transforms
 from regard.geometry import format_shape
 
 Index = int | slice | Sequence[int] | Tensor | None
@@ -24,7 +25,7 @@ def check_offset(value: Any) -> int | Tensor | None:
     if isinstance(value, np.integer):
         return int(value)
     try:
-        tensor = torch.as_tensor(value)
+        tensor = unwrap(value) if isinstance(value, Tensor) else _constant(value)
     except (TypeError, ValueError, RuntimeError):
         raise TypeError(f"offset must be a whole number or one per batch row, but is {type(value).__name__}") from None
     check_layout("offset", tensor, sequences=False)
@@ -33,6 +34,14 @@ def check_offset(value: Any) -> int | Tensor | None:
             f"offset must be a whole number or one per batch row, but is {tensor.dtype} of shape {format_shape(tensor)}"
         )
     return tensor
+
+
+def _constant(value: Any) -> Tensor:
+    """Return numbers as a tensor that belongs to no torch.func transform, although one may be running."""
+    if torch.compiler.is_compiling():
+        return torch.as_tensor(value)
+    with without_transforms():
+        return torch.as_tensor(value)
 
 
 def read_offset(value: Any) -> int | Tensor:

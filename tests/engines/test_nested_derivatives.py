@@ -38,7 +38,28 @@ NESTED = {
     "autograd.functional.jacobian": lambda f, x, t: torch.autograd.functional.jacobian(
         f, x, strategy="forward-mode", vectorize=True
     ),
+    "vectorized jacobian": lambda f, x, t: torch.autograd.functional.jacobian(f, x, vectorize=True),
+    "vectorized hessian": lambda f, x, t: torch.autograd.functional.hessian(
+        lambda x: f(x).sin().sum(), x, vectorize=True
+    ),
 }
+
+
+@pytest.mark.parametrize("engine", ["native", "tiled", "sdpa"])
+def test_batched_gradients_and_their_gradients(engine: str) -> None:
+    if engine not in ENGINES:
+        pytest.skip("not available")
+    inputs = [x.detach().requires_grad_() for x in qkv()]
+    output = rg.attention(*inputs, mask=rg.causal(), engine=engine)
+    by = torch.stack([normal(*output.shape, seed=seed) for seed in range(3)])
+    batched = torch.autograd.grad(output, inputs, by, is_grads_batched=True, create_graph=True)
+    separate = [torch.autograd.grad(output, inputs, one, create_graph=True) for one in by]
+    for found, theirs in zip(batched, zip(*separate, strict=True), strict=True):
+        close(found, torch.stack(theirs))
+    again = torch.autograd.grad(torch.cat([x.flatten() for x in batched]).square().sum(), inputs, retain_graph=True)
+    every = torch.cat([x.flatten() for some in separate for x in some])
+    expected = torch.autograd.grad(every.square().sum(), inputs)
+    close(again, expected)
 
 
 @pytest.mark.parametrize("engine", [None, "native", "tiled"])

@@ -11,6 +11,7 @@ import math
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, fields, is_dataclass
+from functools import wraps
 from typing import Any
 
 import torch
@@ -196,6 +197,30 @@ def _is_plain(tensors: Tensors) -> bool:
     return not active_transforms() and tangents_of(tensors) is None
 
 
+def _each_batched(backward: Callable[..., tuple]) -> Callable[..., tuple]:
+    """Decorate a backward pass, so that it runs once for each of the gradients that torch batches.
+
+    `is_grads_batched=True` and `torch.autograd.functional.jacobian(vectorize=True)` batch them by torch's first vmap,
+    which has no rules for kernels.
+    """
+
+    @wraps(backward)
+    def run(ctx: Any, *grads: Any) -> tuple:
+        axes = [0 if grad is not None and _functorch.is_legacy_batchedtensor(grad) else None for grad in grads]
+        if 0 not in axes:
+            return backward(ctx, *grads)
+        level = torch._C._vmapmode_increment_nesting() - 1
+        torch._C._vmapmode_decrement_nesting()
+        plain = [
+            x if axis is None else torch._remove_batch_dim(x, level, 0, 0) for x, axis in zip(grads, axes, strict=True)
+        ]
+        ctx.again = True  # each reads the graph of a kernel
+        joined, _ = _loop(len(plain[axes.index(0)]), axes, plain, lambda some: backward(ctx, *some))
+        return tuple(None if x is None else torch._add_batch_dim(x, 0, level) for x in joined)
+
+    return run
+
+
 class _Call(torch.autograd.Function):
     """An operator in autograd outside torch.func, whose support adds overhead."""
 
@@ -212,6 +237,7 @@ class _Call(torch.autograd.Function):
         return results
 
     @staticmethod
+    @_each_batched
     def backward(ctx: Any, *grads: Tensor | None) -> tuple[Tensor | None, ...]:
         saved, wanted = ctx.saved_tensors, ctx.needs_input_grad[2:]
         tensors, results, given = saved[: ctx.count], saved[ctx.count :], grads[: ctx.operator.outputs]
@@ -265,7 +291,7 @@ class _Transformed(_Call):
 
     @staticmethod
     def vmap(info: Any, in_dims: tuple, operator: Operator, known: None, *tensors: Tensor | None) -> tuple:
-        return _vmap_loop(info, in_dims[2:], tensors, lambda some: apply(operator, *some))
+        return _loop(info.batch_size, in_dims[2:], tensors, lambda some: apply(operator, *some))
 
 
 class _Gradients(torch.autograd.Function):
@@ -284,6 +310,7 @@ class _Gradients(torch.autograd.Function):
         ctx.set_materialize_grads(False)
 
     @staticmethod
+    @_each_batched
     def backward(ctx: Any, *by: Tensor | None) -> tuple[Tensor | None, ...]:
         if active_transforms():
             raise NotImplementedError("a gradient of a gradient of the kernels is not supported within torch.func")
@@ -316,7 +343,7 @@ class _Gradients(torch.autograd.Function):
     def vmap(
         info: Any, in_dims: tuple, operator: Operator, wanted: Sequence[bool], count: int, *given: Tensor | None
     ) -> tuple:
-        return _vmap_loop(info, in_dims[3:], given, lambda some: _Gradients.apply(operator, wanted, count, *some))
+        return _loop(info.batch_size, in_dims[3:], given, lambda some: _Gradients.apply(operator, wanted, count, *some))
 
 
 class _ResultsAndTangents(torch.autograd.Function):
@@ -338,6 +365,7 @@ class _ResultsAndTangents(torch.autograd.Function):
         ctx.mark_non_differentiable(*output[ctx.operator.outputs : ctx.results])
 
     @staticmethod
+    @_each_batched
     def backward(ctx: Any, *by: Tensor | None) -> tuple[Tensor | None, ...]:
         if active_transforms():
             raise NotImplementedError("a gradient of a tangent of the kernels is not supported within torch.func")
@@ -363,7 +391,7 @@ class _ResultsAndTangents(torch.autograd.Function):
 
     @staticmethod
     def vmap(info: Any, in_dims: tuple, operator: Operator, known: None, *pairs: Tensor | None) -> tuple:
-        return _vmap_loop(info, in_dims[2:], pairs, lambda some: _ResultsAndTangents.apply(operator, None, *some))
+        return _loop(info.batch_size, in_dims[2:], pairs, lambda some: _ResultsAndTangents.apply(operator, None, *some))
 
 
 class _DoubleBackward(torch.autograd.Function):
@@ -380,6 +408,7 @@ class _DoubleBackward(torch.autograd.Function):
         return tuple(result.detach() for result in ctx.results)
 
     @staticmethod
+    @_each_batched
     def backward(ctx: Any, *grads: Tensor | None) -> tuple[Tensor | None, ...]:
         tensors, wanted = ctx.saved_tensors, ctx.needs_input_grad[2:]
         given = (*grads, *(None,) * (ctx.operator.outputs - len(grads)))
@@ -390,7 +419,7 @@ class _DoubleBackward(torch.autograd.Function):
                 results = ctx.operator.compute(tensors)
             gradients = _Gradients.apply(ctx.operator, wanted, len(tensors), *tensors, *results, *given)
             return None, None, *_select_wanted(gradients, wanted)
-        keep = torch._C._autograd._get_current_graph_task_keep_graph()
+        keep = getattr(ctx, "again", False) or torch._C._autograd._get_current_graph_task_keep_graph()
         gradients = _pull_back(ctx.results, ctx.leaves, grads, False, keep)
         # A CPU kernel multiplies masked values by 0, which yields NaN if they are not finite or overflow.
         if tensors[0].is_cpu and not all(grad is None or _is_finite(grad) for grad in gradients):
@@ -464,13 +493,13 @@ def _select_wanted(gradients: Tensors, wanted: Sequence[bool]) -> list[Tensor | 
     return [grad if want else None for grad, want in zip(gradients, wanted, strict=True)]
 
 
-def _vmap_loop(
-    info: Any, in_dims: tuple, tensors: Tensors, function: Callable[[Tensors], tuple[Tensor | None, ...]]
+def _loop(
+    count: int, axes: Sequence[int | None], tensors: Tensors, function: Callable[[Tensors], tuple[Tensor | None, ...]]
 ) -> tuple[tuple, tuple]:
-    """Run vmap as a loop over entries, for kernels."""
+    """Return the stacked results of a function of each entry along the axes, and their axes: vmap for kernels."""
     rows = []
-    for n in range(info.batch_size):
-        pairs = zip(tensors, in_dims, strict=True)
+    for n in range(count):
+        pairs = zip(tensors, axes, strict=True)
         rows.append(function([x if x is None or axis is None else x.select(axis, n) for x, axis in pairs]))
     joined = tuple(None if some[0] is None else torch.stack(some) for some in zip(*rows, strict=True))
     return joined, tuple(None if x is None else 0 for x in joined)
