@@ -328,6 +328,8 @@ WRONG: dict[str, tuple[Callable[[], Any], type[Exception], list[str]]] = {
     # temperature, sink and dropout
     "temperature of 0": (call(temperature=0), ValueError, ["temperature", "positive", "is 0"]),
     "temperature is negative": (call(temperature=-1.0), ValueError, ["temperature", "positive", "-1.0"]),
+    "temperature overflows logits": (call(temperature=1e-40), ValueError, ["temperature", "1e-30", "is 1e-40"]),
+    "temperature is infinite": (call(temperature=float("inf")), ValueError, ["temperature", "1e30", "is inf"]),
     "temperature is nan": (call(temperature=float("nan")), ValueError, ["temperature", "positive", "nan"]),
     "temperature is a tensor": (call(temperature=torch.ones(1)), TypeError, ["temperature", "Tensor", "scale"]),
     "temperature is a string": (call(temperature="1"), TypeError, ["temperature", "number", "str"]),

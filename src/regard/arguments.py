@@ -130,6 +130,10 @@ def check_temperature(value: Any) -> None:
         )
     if not value > 0:
         raise ValueError(f"temperature must be positive, but is {value}; for near-argmax use a small positive number")
+    if not 1e-30 <= value <= 1e30:
+        raise ValueError(
+            f"temperature must be between 1e-30 and 1e30, but is {value}: logits would overflow or vanish in float32"
+        )
 
 
 def check_dropout(value: Any) -> None:

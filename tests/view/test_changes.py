@@ -269,6 +269,8 @@ def test_a_record_that_cannot_be_run_again_says_so(language: rg.models.LanguageM
         ({"factor": math.nan}, "factor must be a finite number"),
         ({"factor": True}, "factor must be a number"),
         ({"temperature": 0.0}, "temperature must be a positive number"),
+        ({"temperature": 1e-40}, "temperature must be a positive number in 1e-30"),
+        ({"factor": -1e39}, "factor must be a finite number"),
         ({"temperature": 2.0, "head": 1}, "applies to all heads"),
         ({"head": [], "factor": 0.0}, "empty list"),
         ({"head": -1, "factor": 0.0}, "head must not be negative"),

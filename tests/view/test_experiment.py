@@ -270,6 +270,18 @@ def test_other_heads_texts_and_models_side_by_side(live: Callable[[str], Tab], b
     check_prediction(tab, base, second, len(TEXT.split()) - 1)
 
 
+@pytest.mark.parametrize(
+    ("link", "title", "shown"), [("0-99", "Layer 0, head 0", (0, 0)), ("77-1", "Layer 1, head 2", (1, 2))]
+)
+def test_a_head_to_compare_with_that_does_not_exist_is_replaced(
+    live: Callable[[str], Tab], base: Record, link: str, title: str, shown: tuple[int, int]
+) -> None:
+    tab = live(f"view=experiment&attention=1&head=2&compare=head&second={link}")
+    assert tab.texts("[data-map=right] h3") == [title]
+    check_map(tab, "right", base.weights(*shown))
+    assert tab.page.input_value("[data-second=head]") == title[-1]
+
+
 def test_generation_with_beams_and_a_slider_over_its_steps(live: Callable[[str], Tab], base: Record) -> None:
     tab = live(experiment({"off": [["0", 1]]}))
     tab.page.fill(".generate input >> nth=0", "5")

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from collections import Counter
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
@@ -62,13 +61,13 @@ class Change:
             object.__setattr__(self, "head", heads)
         if self.kind is not None and self.kind not in get_args(Kind):
             raise ValueError(f"kind must be one of {', '.join(get_args(Kind))}, but is {self.kind!r}")
-        for name, least in (("factor", -math.inf), ("temperature", 0.0)):
+        for name, least in (("factor", -1e30), ("temperature", 1e-30)):
             value = getattr(self, name)
             if isinstance(value, bool) or not isinstance(value, int | float):
                 raise TypeError(f"{name} must be a number, but is {type(value).__name__}")
-            if not -1e300 < value < 1e300 or value <= least:  # also true of NaN and of huge integers
-                expected = "a positive number" if least == 0 else "a finite number"
-                raise ValueError(f"{name} must be {expected}, but is {value}")
+            if not least <= value <= 1e30:  # also true of NaN and of huge integers
+                expected = "finite" if least < 0 else "positive"
+                raise ValueError(f"{name} must be a {expected} number in {least:g} ... 1e+30, but is {value}")
         for name in ("forbid", "force"):
             object.__setattr__(self, name, _check_pairs(name, getattr(self, name)))
         if self.temperature != 1 and self.head is not None:

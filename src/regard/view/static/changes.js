@@ -9,7 +9,7 @@ const whole = (value) => Number.isInteger(value) && value >= 0 && value < 1e9;
 const id = (value) => typeof value === "string" && /^\d{0,6}$/.test(value);
 const FORMS = {
   off: (entry) => entry.length === 2 && id(entry[0]) && entry[0] !== "" && whole(entry[1]),
-  temperature: (entry) => entry.length === 2 && id(entry[0]) && Number.isFinite(entry[1]) && entry[1] > 0,
+  temperature: (entry) => entry.length === 2 && id(entry[0]) && Number.isFinite(entry[1]) && entry[1] >= 1e-30 && entry[1] <= 1e30,
   forbid: isPair,
   force: isPair,
   edits: (entry) => entry.length === 3 && ["source", "target"].includes(entry[0]) && whole(entry[1]) && typeof entry[2] === "string" && entry[2] !== "",

@@ -47,8 +47,8 @@ export function experimentView(app) {
     const { about } = source;
     if (state.compare === "head") {
       const [id, head] = state.second ?? [attention.id, state.head];
-      const chosen = about.attentions.find((one) => one.id === id) ?? attention;
-      return { about, record: about.record, attention: chosen, head: chosen.heads.includes(head) ? head : chosen.heads[0], title: app.t("heads.one", { layer: chosen.layer, head }) };
+      const chosen = about.attentions.find((one) => one.id === id);
+      return { about, record: about.record, attention: chosen, head, title: app.t("heads.one", { layer: chosen.layer, head }) };
     }
     const request = toRequest(state.experiment);
     const ask = {
@@ -108,7 +108,7 @@ export function experimentView(app) {
     other.placeholder = t("compare.text.hint");
     other.setAttribute("aria-label", t("compare.text"));
     if (document.activeElement !== other) other.value = state.other;
-    const chosen = state.second ? about.attentions.find(({ id }) => id === state.second[0]) ?? attention : attention;
+    const chosen = state.second ? about.attentions.find(({ id }) => id === state.second[0]) : attention;
     for (const { name, select, label, element: box } of second) {
       box.hidden = state.compare !== "head";
       label.textContent = t(name);

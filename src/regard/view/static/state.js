@@ -120,6 +120,10 @@ export function fitState(state, about) {
   }
   if (!available(about).includes(result.view)) result.view = "heads";
   if (result.cell && (result.cell[0] >= Q || result.cell[1] >= K)) result.cell = null;
+  if (result.second) {
+    const second = all.find(({ id }) => id === result.second[0]);
+    result.second = second ? [second.id, second.heads.includes(result.second[1]) ? result.second[1] : second.heads[0]] : null;
+  }
   result.experiment = fit(result.experiment, about);
   if (result.compare === "changes" && !about.runs) result.compare = "head";
   if (["text", "model", "record"].includes(result.compare) && !about.compares?.includes(result.compare)) result.compare = about.runs ? "changes" : "head";
