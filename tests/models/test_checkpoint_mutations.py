@@ -181,3 +181,76 @@ def test_every_rotary_embedding_is_followed_or_refused(name: str, form: str, tmp
             if not torch.allclose(ours(t.IDS), expected, rtol=1e-4, atol=2e-4):
                 wrong.append(label)
     assert not wrong
+
+
+DEFAULT = {"rope_type": "default"}
+PATTERN = ["sliding_attention", "full_attention", "sliding_attention"]
+EDITS: list[tuple[str, dict[str, Any]]] = [
+    ("llama", {"is_causal": False}),
+    ("bart", {"is_causal": None}),
+    ("clip", {"text_config": {"is_causal": False}}),
+    ("bert-mlm", {"is_causal": False}),
+    ("llama-llama3", {"original_max_position_embeddings": 5}),
+    ("llama-yarn", {"original_max_position_embeddings": 300}),
+    ("llama", {"rope_parameters": None, "rope_scaling": {"type": "dynamic", "factor": 2.0,
+                                                         "max_position_embeddings": 4}}),
+    ("t5", {"dense_act_fn": "gelu_new"}),
+    ("t5-1.1", {"dense_act_fn": "gelu_pytorch_tanh"}),
+    ("mt5", {"dense_act_fn": "gelu"}),
+    ("t5", {"is_gated_act": True}),
+    ("gemma3", {"rope_parameters": dict.fromkeys(PATTERN, DEFAULT), "rope_theta": 33, "rope_local_base_freq": 9}),
+    ("gemma3", {"rope_parameters": {"sliding_attention": DEFAULT}, "rope_theta": 5.0}),
+    ("gemma3", {"rope_parameters": {"rope_type": "linear", "factor": 2.0}}),
+    ("gemma3", {"rope_parameters": None, "rope_scaling": {"type": "linear", "factor": 2.0}}),
+    ("gemma3", {"rope_scaling": {"rope_type": "linear", "factor": 2.0}}),
+    ("gemma3", {"rope_parameters": None, "rope_scaling": {"rope_type": "llama3", "factor": 8.0, "low_freq_factor": 1.0,
+                                                          "high_freq_factor": 4.0},
+                "original_max_position_embeddings": 5}),
+    ("modernbert", {"rope_parameters": {"full_attention": DEFAULT}, "global_rope_theta": 5.0, "local_rope_theta": 9.0}),
+    ("phi3", {"partial_rotary_factor": 0.5}),
+    ("phi3", {"partial_rotary_factor": 0.5, "rope_parameters": None}),
+    ("phi3", {"layer_types": PATTERN, "sliding_window": 4}),
+    ("smollm3", {"layer_types": PATTERN, "sliding_window": 4, "use_sliding_window": False}),
+    ("qwen3-next", {"partial_rotary_factor": None, "rope_parameters": None}),
+    ("qwen3-next", {"partial_rotary_factor": 1.0}),
+    ("deepseek-v3", {"norm_topk_prob": None, "rope_interleave": None}),
+]  # fmt: skip
+"""Values that transformers reads from config.json but does not write."""
+
+
+@pytest.mark.filterwarnings("ignore::UserWarning")
+@pytest.mark.parametrize(("name", "edits"), EDITS)
+def test_an_edited_file_is_followed_or_refused(name: str, edits: dict[str, Any], tmp_path: Path) -> None:
+    file = t.save_their_model(name, tmp_path) / "config.json"
+    written = json.loads(file.read_text())
+    for key, value in edits.items():
+        written[key] = written[key] | value if key == "text_config" else value
+    file.write_text(json.dumps(written))
+    kind = getattr(transformers, CASES[name].architecture)
+    model = kind.from_pretrained(tmp_path, attn_implementation="eager").eval()
+    assert check(name, model, tmp_path) is None
+
+
+def test_configurations_per_layer_are_refused(tmp_path: Path) -> None:
+    file = t.save_their_model("llama", tmp_path) / "config.json"
+    file.write_text(json.dumps(json.loads(file.read_text()) | {"per_layer_config": {"1": {"hidden_act": "relu"}}}))
+    with pytest.raises(ValueError, match="per_layer_config is not supported"):
+        rg.load(tmp_path)
+
+
+def test_a_long_rope_without_its_ratio_is_refused(tmp_path: Path) -> None:
+    file = t.save_their_model("phi3-long", tmp_path) / "config.json"
+    values = json.loads(file.read_text())
+    del values["max_position_embeddings"]  # transformers takes its default
+    file.write_text(json.dumps(values))
+    with pytest.raises(ValueError, match="needs factor or max_position_embeddings"):
+        rg.load(tmp_path)
+
+
+def test_a_dilated_backbone_is_refused(tmp_path: Path) -> None:
+    file = t.save_their_model("detr", tmp_path) / "config.json"
+    backbone = {"model_type": "timm_backbone", "backbone": "resnet18", "output_stride": 16}
+    edits = {"use_timm_backbone": True, "backbone_config": backbone}
+    file.write_text(json.dumps(json.loads(file.read_text()) | edits))
+    with pytest.raises(ValueError, match="output_stride = 16 of the backbone is not supported"):
+        rg.load(tmp_path)

@@ -15,6 +15,9 @@ from torch import nn
 from regard.field_types import check_value, hints, short_repr
 from regard.models.checkpoints.tensor_names import Extras, Rule, table
 from regard.models.config_fields import declaration, effective_value
+from regard.models.language import LanguageConfig
+from regard.models.translation import TransformerConfig
+from regard.models.whisper import WhisperConfig
 
 Values = dict[str, Any]
 TENSORS = "tensors of the checkpoint"  # key of the tensor names among the configuration values
@@ -30,6 +33,10 @@ COMMON: dict[str, Any] = {
     "tie_word_embeddings": bool, "pad_token_id": int, "is_decoder": bool, "add_cross_attention": bool,
 }  # fmt: skip
 """Types of values that config.json of any family may have; null is allowed."""
+
+
+CAUSAL = (LanguageConfig, TransformerConfig, WhisperConfig)
+"""Configurations of models that are always causal, or have a causal decoder."""
 
 
 def check_types(theirs: Values, types: Mapping[str, Any], before: str = "") -> None:
@@ -76,11 +83,16 @@ def _hashable(value: Any) -> bool:
     return not isinstance(value, (list, dict))
 
 
+ACTIVATIONS = {
+    "gelu": "gelu", "gelu_new": "gelu_tanh", "gelu_pytorch_tanh": "gelu_tanh", "gelu_fast": "gelu_tanh",
+    "quick_gelu": "quick_gelu", "relu": "relu", "silu": "silu", "swish": "silu", "tanh": "tanh",
+}  # fmt: skip
+"""Activations of all families, {theirs: ours}."""
+
+
 def activation(ours: str, theirs: str, default: str) -> Field:
     """A field for an activation."""
-    names = {"gelu": "gelu", "gelu_new": "gelu_tanh", "gelu_pytorch_tanh": "gelu_tanh", "gelu_fast": "gelu_tanh",
-             "quick_gelu": "quick_gelu", "relu": "relu", "silu": "silu", "swish": "silu", "tanh": "tanh"}  # fmt: skip
-    return mapped_field(ours, theirs, default, names)
+    return mapped_field(ours, theirs, default, ACTIVATIONS)
 
 
 @dataclass(frozen=True)
@@ -148,6 +160,8 @@ class Family:
     def config_of(self, theirs: Values) -> Any:
         """Convert their configuration to ours; raise if something is not supported."""
         check_types(theirs, COMMON | dict(self.types) | dict(self.generation_types))
+        if theirs.get("per_layer_config"):
+            raise ValueError("per_layer_config is not supported: all layers must have the same configuration")
         for name, allowed in self.only.items():
             value = theirs.get(name)
             if value is not None and value not in allowed:
@@ -167,6 +181,11 @@ class Family:
                 raise ValueError(f"{entry.theirs} = {short_repr(value)} is not supported: {error}") from error
             check_size(entry.theirs, self.config, entry.ours, values[entry.ours])
         config = self.config(**(values | self.read(theirs)))
+        if not theirs.get("is_causal", True) and getattr(config, "causal", type(config) in CAUSAL):
+            raise ValueError(
+                f"is_causal = {theirs['is_causal']} is not supported for {self.model_type}: every token attends to "
+                "earlier tokens only"
+            )
         check_config(config, {entry.ours: entry.theirs for entry in self.fields})
         return canonical(config)
 

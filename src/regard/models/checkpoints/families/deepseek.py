@@ -70,8 +70,9 @@ def read(theirs: Values, defaults: Values) -> tuple[Values, Values]:
     """Return their values with defaults, and ours, apart from the routing."""
     if theirs.get("num_key_value_heads") is not None:
         common_value(theirs, "num_attention_heads", "num_key_value_heads")
-    theirs = defaults | {key: value for key, value in theirs.items() if value is not None or key == "q_lora_rank"}
-    rotary = replace(rope.read(theirs, base=10000.0), interleaved=theirs["rope_interleave"])
+    null = ("q_lora_rank", "norm_topk_prob", "rope_interleave")  # not replaced by the default
+    theirs = defaults | {key: value for key, value in theirs.items() if value is not None or key in null}
+    rotary = replace(rope.read(theirs, base=10000.0), interleaved=bool(theirs["rope_interleave"]))
     if not isinstance(rotary.scaling, Yarn | None):
         raise ValueError(f"the scaling {rotary.scaling!r} of positions is not supported; supported are default, yarn")
     d_rotary, d_expert = theirs["qk_rope_head_dim"], theirs["moe_intermediate_size"]
@@ -112,7 +113,7 @@ def read_v2(theirs: Values) -> Values:
 def read_v3(theirs: Values) -> Values:
     theirs, values = read(theirs, V3)
     routing = Routing(
-        "sigmoid", theirs["norm_topk_prob"], theirs["routed_scaling_factor"], **groups(theirs),
+        "sigmoid", bool(theirs["norm_topk_prob"]), theirs["routed_scaling_factor"], **groups(theirs),
         group_score="top2" if theirs["n_group"] > 1 else "max", corrected=True,
     )  # fmt: skip
     return values | ({"routing": routing} if "experts" in values else {})

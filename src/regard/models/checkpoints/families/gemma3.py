@@ -6,6 +6,7 @@ import math
 from collections.abc import Sequence
 from typing import Any
 
+from regard.field_types import short_repr
 from regard.models.checkpoints.families import rope
 from regard.models.checkpoints.families.language import (
     ATTENTION_BIAS,
@@ -30,14 +31,20 @@ BASES = {LOCAL: 10000.0, GLOBAL: 1000000.0}
 def read_rotaries(theirs: Values, kinds: Sequence[str], bases: dict[str, float], local_base: str) -> Values:
     """Return the rotary embeddings of layers of these types, one for all if they are equal.
 
-    They are nested in rope_parameters by type, or have the names of older releases. bases: the defaults.
-    local_base: the older name of the base of local layers.
+    They are nested in rope_parameters by type; values that are not there have the names of older releases, which scale
+    global layers only. bases: the defaults. local_base: the older name of the base of local layers.
     """
-    parameters = theirs.get("rope_parameters") or {}
-    if not {LOCAL, GLOBAL} & parameters.keys():  # older releases scale global layers only
-        values = {LOCAL: {"rope_theta": theirs.get(local_base)}, GLOBAL: theirs}
-    else:
-        values = {kind: {"rope_parameters": parameters.get(kind)} for kind in bases}
+    parameters, scaling = theirs.get("rope_parameters") or {}, theirs.get("rope_scaling") or {}
+    if set(parameters) - {LOCAL, GLOBAL}:
+        raise ValueError(f"rope_parameters = {short_repr(parameters)} must have only the keys {LOCAL} and {GLOBAL}")
+    if parameters and scaling:
+        raise ValueError("rope_parameters and rope_scaling are both given; remove one from config.json")
+    if scaling.get("rope_type") is None and scaling.get("type") not in (None, "default"):
+        raise ValueError("rope_scaling needs rope_type: transformers does not read its type in models of this family")
+    values = {
+        LOCAL: {"rope_theta": theirs.get(local_base), "rope_parameters": parameters.get(LOCAL)},
+        GLOBAL: {name: theirs.get(name) for name in rope.NAMES} | {"rope_parameters": parameters.get(GLOBAL)},
+    }
     for kind, value in values.items():
         check_types(value, rope.TYPES, f"{kind}.")
         if (value.get("rope_parameters") or {}).get("truncate") is False:  # transformers ignores it

@@ -7,7 +7,6 @@ from regard.models.checkpoints.families.language import (
     LLAMA_PARTS,
     PRE_NORMS,
     causal,
-    read_windows,
     sizes,
     write_mistral,
 )
@@ -31,9 +30,9 @@ def read_phi3(theirs: Values) -> Values:
         elif kind not in (None, "default", "longrope"):
             raise ValueError(f"rope_type = {kind!r} is not supported for phi3; supported are default, longrope")
     d_head = theirs.get("head_dim") or theirs["hidden_size"] // theirs["num_attention_heads"]
-    kinds = ["sliding_attention"] * theirs["num_hidden_layers"]
-    rotary = rope.read(values, base=10000.0, d_head=d_head)
-    return {"rotary": rotary} | read_windows({"sliding_window": theirs.get("sliding_window")} | theirs, kinds)
+    size = theirs.get("sliding_window")  # of all layers: transformers does not read layer_types
+    windows = () if size is None else (size,) * theirs["num_hidden_layers"]
+    return {"rotary": rope.read(values, base=10000.0, d_head=d_head), "windows": windows}
 
 
 def write_phi3(config: LanguageConfig) -> Values:

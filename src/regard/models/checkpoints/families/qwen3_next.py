@@ -103,7 +103,7 @@ def read(theirs: Values) -> Values:
     experts = given.get("num_experts", 512)
     dense = tuple(n in plain or not experts or (n + 1) % step != 0 for n in range(layers))
     values: Values = {
-        "rotary": rope.read({"partial_rotary_factor": 0.25} | given, base=10000.0, d_head=given.get("head_dim", 256))
+        "rotary": rope.read({"partial_rotary_factor": 0.25} | theirs, base=10000.0, d_head=given.get("head_dim", 256))
     }
     if any(delta):
         values["delta_layers"] = delta

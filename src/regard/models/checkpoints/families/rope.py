@@ -65,7 +65,7 @@ def read(theirs: dict[str, Any], *, base: float, d_head: int | None = None) -> R
     if kind != "default" and kind not in SCALINGS:
         raise ValueError(f"rope_type = {kind!r} is not supported; supported are default, {', '.join(SCALINGS)}")
     make, names = SCALINGS.get(str(kind), (None, {}))
-    unknown = set(given) - KNOWN - {*names.values(), ORIGINAL}
+    unknown = set(given) - KNOWN - {*names.values(), ORIGINAL} | ({"max_position_embeddings"} & set(given))
     if unknown:
         raise ValueError(f"{', '.join(sorted(unknown))} of rope_type {kind!r} is not supported")
     if make is None:
@@ -75,6 +75,8 @@ def read(theirs: dict[str, Any], *, base: float, d_head: int | None = None) -> R
     for each in fields(make):
         if each.default is MISSING and each.name not in values:
             raise ValueError(f"rope_type = {kind!r} needs {names[each.name]}")
+    if make is LongRope and not {"factor", "attention_factor"} & values.keys():
+        raise ValueError(f"rope_type = {kind!r} needs factor or max_position_embeddings")
     if make is LongRope and d_head is not None:
         for name in ("short", "long"):
             if len(values[name]) != (pairs := (d_rotary or d_head) // 2):
@@ -84,28 +86,27 @@ def read(theirs: dict[str, Any], *, base: float, d_head: int | None = None) -> R
 
 def _read_width(theirs: dict[str, Any], given: dict[str, Any], d_head: int | None) -> int | None:
     """Return the number of rotated channels of a head, or None if all are."""
-    for factor in (given.get("partial_rotary_factor"), theirs.get("partial_rotary_factor")):
-        if factor is None or factor == 1:
-            continue
-        if d_head is None:  # transformers ignores it for rope_type default, and fails for others
-            raise ValueError(
-                f"partial_rotary_factor = {factor} is not supported: models of this family rotate whole heads; "
-                "if this one does too, remove it from config.json"
-            )
-        check_value("partial_rotary_factor", factor, float)
-        return int(d_head * factor)
-    return None
+    nested = given.get("partial_rotary_factor")  # takes precedence
+    factor = theirs.get("partial_rotary_factor") if nested is None else nested
+    if factor is None or factor == 1:
+        return None
+    if d_head is None:  # transformers ignores it for rope_type default, and fails for others
+        raise ValueError(
+            f"partial_rotary_factor = {factor} is not supported: models of this family rotate whole heads; "
+            "if this one does too, remove it from config.json"
+        )
+    check_value("partial_rotary_factor", factor, float)
+    return int(d_head * factor)
 
 
 def _read_scaling(theirs: dict[str, Any], given: dict[str, Any], make: Any, names: dict[str, str]) -> dict[str, Any]:
     """Return the values of a scaling by our names."""
     longest = theirs.get("max_position_embeddings")
     values_json = {"max_position_embeddings": longest} | given
-    if ORIGINAL in names.values():
-        values_json = {ORIGINAL: longest} | values_json
-    if make is LongRope:  # its original length may be outside of the parameters, and its factor is a ratio
-        if theirs.get(ORIGINAL) is not None:
-            values_json[ORIGINAL] = theirs[ORIGINAL]
+    if ORIGINAL in names.values():  # the value outside of the parameters takes precedence
+        outside = {} if theirs.get(ORIGINAL) is None else {ORIGINAL: theirs[ORIGINAL]}
+        values_json = {ORIGINAL: longest} | values_json | outside
+    if make is LongRope:  # its factor is a ratio
         original = values_json.get(ORIGINAL)
         if values_json.get("factor") is None and isinstance(longest, int) and isinstance(original, int) and original:
             values_json["factor"] = longest / original

@@ -26,12 +26,12 @@ def read_smollm3(theirs: Values) -> Values:
     rotated = theirs.get("no_rope_layers") or [int((n + 1) % every != 0) for n in range(layers)]  # 0 means none
     if len(rotated) < layers:
         raise ValueError(f"no_rope_layers = {short_repr(rotated)} must have a value for each of the {layers} layers")
-    size = theirs.get("sliding_window") if theirs.get("use_sliding_window") else None
-    kinds = ["full_attention" if rotated[n] or size is None else "sliding_attention" for n in range(layers)]
+    sliding = theirs.get("use_sliding_window") and theirs.get("sliding_window") is not None
+    kinds = ["sliding_attention" if sliding and not rotated[n] else "full_attention" for n in range(layers)]
     rotary = rope.read(theirs, base=2000000.0)
     rotaries = tuple(rotary if rotated[n] else None for n in range(layers))
     same = {"rotary": rotary} if all(rotaries) else {"layer_rotary": rotaries}
-    return same | read_windows(theirs | {"sliding_window": size}, kinds)
+    return same | read_windows(theirs, kinds)
 
 
 def write_smollm3(config: LanguageConfig) -> Values:

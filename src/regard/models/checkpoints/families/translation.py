@@ -9,7 +9,16 @@ import torch
 from torch import Tensor
 
 from regard.field_types import short_repr
-from regard.models.checkpoints.family import TENSORS, Architecture, Family, Field, Values, activation, common_value
+from regard.models.checkpoints.family import (
+    ACTIVATIONS,
+    TENSORS,
+    Architecture,
+    Family,
+    Field,
+    Values,
+    activation,
+    common_value,
+)
 from regard.models.checkpoints.tensor_names import Extras, Rule, table
 from regard.models.translation import Transformer, TransformerConfig
 from regard.positions import sinusoidal
@@ -111,6 +120,11 @@ def t5(model_type: str, title: str, name: str, *, forward: str, scales: bool) ->
                 f"feed_forward_proj = {projection!r} is not supported; supported are {', '.join(T5_FORWARD)}"
             )
         act, gated = T5_FORWARD[projection]
+        given, is_gated = theirs.get("dense_act_fn"), theirs.get("is_gated_act")  # they take precedence
+        if given is not None and ACTIVATIONS.get(given) != act:
+            raise ValueError(f"dense_act_fn = {given!r} must be that of feed_forward_proj = {projection!r}")
+        if is_gated is not None and is_gated != gated:
+            raise ValueError(f"is_gated_act = {is_gated} must be that of feed_forward_proj = {projection!r}")
         scaled = scales and theirs.get("scale_decoder_outputs", theirs.get("tie_word_embeddings", True))
         return {
             "activation": act,
@@ -178,7 +192,7 @@ def t5(model_type: str, title: str, name: str, *, forward: str, scales: bool) ->
             "embedding_scale": 1.0,
         },
         read=read,
-        types={"feed_forward_proj": str, "scale_decoder_outputs": bool},
+        types={"feed_forward_proj": str, "scale_decoder_outputs": bool, "dense_act_fn": str, "is_gated_act": bool},
         generation_types=GENERATION_TYPES,
         write=write,
         dropped=("dense_act_fn", "is_gated_act", "bad_words_ids", "forced_bos_token_id"),

@@ -151,6 +151,9 @@ def read_backbone(theirs: Values) -> ResNetConfig:
         name = (backbone_config or {}).get("backbone") or theirs.get("backbone") or "resnet50"
         if name not in BACKBONES:
             raise ValueError(f"backbone = {name!r} is not supported; supported are {', '.join(BACKBONES)}")
+        for options in (backbone_config or {}, theirs.get("backbone_kwargs") or {}):
+            if (stride := options.get("output_stride")) not in (None, 32):
+                raise ValueError(f"output_stride = {stride!r} of the backbone is not supported; supported is 32")
         return BACKBONES[name]
     expected = {"model_type": "resnet", "hidden_act": "relu", "downsample_in_first_stage": False}
     for name, value in (expected | {"downsample_in_bottleneck": False}).items():
@@ -222,7 +225,12 @@ DETR = Family(
     fixed={"arrangement": "post", "eps": 1e-5, "anchors": False},
     only={"position_embedding_type": ("sine",), "dilation": (False,), "num_channels": (3,), "auxiliary_loss": (False,)},
     read=read_detr,
-    types={"backbone": str, "use_timm_backbone": bool, "backbone_config": BACKBONE_TYPES},
+    types={
+        "backbone": str,
+        "use_timm_backbone": bool,
+        "backbone_config": BACKBONE_TYPES,
+        "backbone_kwargs": dict[str, Any],
+    },
     write=write_detr,
     dropped=("backbone", "backbone_kwargs"),
 )
