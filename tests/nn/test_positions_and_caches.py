@@ -234,12 +234,13 @@ def test_dynamic_scaling_with_a_cache_raises_beyond_the_original_length(x: Tenso
 
 @pytest.mark.parametrize("scheme", ["none", "rotary", "alibi", "shaw", "offset 0"])
 @pytest.mark.parametrize("mask", ["causal", "window"])
+@pytest.mark.parametrize("sizes", [(7, 1, 1, 3), (1, 3, 1, 7)])  # the second has calls of padding only
 @torch.no_grad()
-def test_left_padded_rows_match_unpadded_ones(scheme: str, mask: str, x: Tensor) -> None:
+def test_left_padded_rows_match_unpadded_ones(scheme: str, mask: str, sizes: tuple[int, ...], x: Tensor) -> None:
     layer, filler = attention(scheme, mask), torch.tensor([0, 5])
     for cache in (layer.cache(), Cache()):
         decoded = torch.cat(
-            [layer(x[:, at], context=LayerContext(left_padding=filler), cache=cache) for at in spans((7, 1, 1, 3))], 1
+            [layer(x[:, at], context=LayerContext(left_padding=filler), cache=cache) for at in spans(sizes)], 1
         )
         close(decoded[:1], layer(x[:1]))
         close(decoded[1:, 5:], layer(x[1:, 5:]))

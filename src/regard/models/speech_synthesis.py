@@ -16,7 +16,18 @@ from regard.models.components import embed_tokens, make_embedding
 from regard.models.config_fields import optional_count
 from regard.models.inputs import prepare_inputs
 from regard.models.position_embeddings import SinusoidalPositions
-from regard.nn import Block, Decoder, Encoder, FeedForward, LayerContext, MultiHeadAttention, PreNorm, key_mask, linear
+from regard.nn import (
+    Block,
+    Cache,
+    Decoder,
+    Encoder,
+    FeedForward,
+    LayerContext,
+    MultiHeadAttention,
+    PreNorm,
+    key_mask,
+    linear,
+)
 from regard.nn.dropout import dropout
 
 
@@ -173,8 +184,8 @@ class RecordingContext(LayerContext):
         super().__init__(*args)  # type: ignore[arg-type]
         self.recorded: list[Tensor] = []
 
-    def combine(self, self_attend: Attention, *, cached: bool = False, dropped: int = 0) -> Attention:
-        attention = super().combine(self_attend, cached=cached, dropped=dropped)
+    def combine(self, own: Attention, cache: Cache | None = None) -> Attention:
+        attention = super().combine(own, cache)
 
         def record(query: Tensor, key: Tensor, value: Tensor) -> Tensor:
             self.recorded.append(attention.weights(query, key))

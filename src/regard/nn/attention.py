@@ -207,7 +207,7 @@ class MultiHeadAttention(nn.Module):
         """Attend from q (B, H, N, D) to all keys and values; the result (B, H, N, E) is laid out as q is."""
         if cache is None:
             return context.combine(self.attend)(q, keys, values)
-        attend = context.combine(self.attend, cached=True, dropped=cache.dropped)
+        attend = context.combine(self.attend, cache)
         return shift_to_cache(attend, cache, q, values.shape[-1])(q, keys, values)
 
     def _fused_projection(self, x: Tensor, context: LayerContext, start: int) -> tuple[Tensor, Tensor, Tensor]:

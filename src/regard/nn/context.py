@@ -75,21 +75,26 @@ class LayerContext:
         )
         self.query_position, self.key_position, self.relative = query_position, key_position, relative
         self.is_local = False
-        self._combined: dict[tuple[Attention, bool, bool], Attention] = {}
+        self._combined: dict[tuple[Attention, bool, bool, int | None], Attention] = {}
         self._tables: dict[tuple, Table] = {}
         self._shared: dict[object, list[SharedKeys]] = {}  # by the layer that computed them, one entry per reader
 
-    def combine(self, own: Attention, *, cached: bool = False, dropped: int = 0) -> Attention:
+    def combine(self, own: Attention, cache: Cache | None = None) -> Attention:
         """Return `own` with the mask and bias of this call. Layers that share `own` share the result and its plans.
 
-        cached: whether the queries follow the tokens of a cache. dropped: how many tokens that cache has dropped.
+        cache: the cache that holds the keys, if there is one.
         """
+        dropped = 0 if cache is None else cache.dropped
         left_padding = self.left_padding if self._longest_left_padding > dropped else None
+        keys = None  # the number of keys, if some rows have fewer than their padding so far
+        if left_padding is not None and cache is not None and cache.seen_tokens < self._longest_left_padding:
+            keys = cache.seen_tokens
+            left_padding = left_padding.clamp(max=keys)
         # Offset 0 is the default without a cache; with one, the queries are at the end of the keys.
-        at_end = cached and isinstance(own.offset, int) and own.offset == 0
+        at_end = cache is not None and isinstance(own.offset, int) and own.offset == 0
         if self.mask is None and self.bias is None and left_padding is None and not at_end:
             return own
-        result = self._combined.get((own, at_end, left_padding is None))
+        result = self._combined.get(key := (own, at_end, left_padding is None, keys))
         if result is None:
             mask, bias = own.mask, own.bias
             if self.mask is not None:
@@ -104,7 +109,7 @@ class LayerContext:
             if self.bias is not None:
                 bias = self.bias if bias is None else bias + self.bias
             result = own.replace(mask=mask, bias=bias, offset=None if at_end else own.offset)
-            self._combined[own, at_end, left_padding is None] = result
+            self._combined[key] = result
         return result
 
     def share(self, layer: object, stored: Stored, cache: Cache | None, readers: int) -> None:

@@ -212,7 +212,7 @@ class StackPlan:
             elif simple:
                 combined = self._without_mask.setdefault(attend, attend.replace(mask=None))
             else:
-                combined = shift_to_cache(context.combine(attend, cached=True), cache, query, value.shape[-1])
+                combined = shift_to_cache(context.combine(attend, cache), cache, query, value.shape[-1])
             result = pack_attention(combined.problem(query, key, value, return_lse=False), query, key, value)
             if result is None:
                 return None

@@ -140,7 +140,7 @@ class LatentAttention(nn.Module):
         else:
             assert isinstance(keys, Tensor)
             keys, _ = cache.append(keys, keys[..., :0])
-            attend = context.combine(self.attend, cached=True, dropped=cache.dropped)
+            attend = context.combine(self.attend, cache)
         check_width_free(attend.bias)
         absorb = self._absorbs(x.shape[1], keys.shape[2], cache)
         if cache is not None:
