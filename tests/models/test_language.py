@@ -9,7 +9,7 @@ import pytest
 import torch
 
 import regard as rg
-from regard.models import LanguageConfig, LanguageModel
+from regard.models import LanguageConfig, LanguageModel, LatentSizes
 from regard.nn import Beam, Cache, Rotary, Sample, WindowCache
 
 GPT2 = LanguageConfig(vocabulary=100, d_model=32, layers=3, heads=4, d_hidden=128, positions=64)
@@ -181,6 +181,13 @@ def test_tokens_can_be_streamed(model: LanguageModel) -> None:
 def test_layers_with_a_window_cache_only_the_window() -> None:
     kinds = [type(cache) for cache in LanguageModel(GEMMA2).stack.cache()]
     assert kinds == [WindowCache, Cache, WindowCache]
+
+
+@pytest.mark.parametrize("bias", [True, False])
+def test_latent_attention_has_the_biases_of_the_model(bias: bool) -> None:
+    sizes = LatentSizes(d_latent=8, d_rotary=4, d_value=8)
+    model = LanguageModel(dataclasses.replace(GPT2, latent=sizes, bias=bias))
+    assert (model.stack.layers[0].attention.output.bias is not None) == bias
 
 
 def test_exceeding_the_positions_raises() -> None:

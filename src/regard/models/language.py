@@ -321,7 +321,7 @@ def _build_blocks(config: LanguageConfig) -> list[Block]:
             if config.output_gate
             else None,
             bias=_qkv_bias(config),
-            output_bias=config.bias if config.output_bias is None else config.output_bias,
+            output_bias=_output_bias(config),
         )
 
     dense = cycle(config.dense_layers or (not config.experts,), config.layers)
@@ -340,6 +340,10 @@ def _qkv_bias(config: LanguageConfig) -> bool:
     return config.bias if config.qkv_bias is None else config.qkv_bias
 
 
+def _output_bias(config: LanguageConfig) -> bool:
+    return config.bias if config.output_bias is None else config.output_bias
+
+
 def _build_delta(config: LanguageConfig) -> nn.Module:
     if config.delta is None:
         raise ValueError("delta_layers needs the sizes of the layers; set `delta`")
@@ -354,11 +358,7 @@ def _build_latent(config: LanguageConfig, attend: Attention, rotary: Rotary | No
     sizes = config.latent
     assert sizes is not None
     others = {"qk_norm": config.qk_norm, "output_gate": config.output_gate}
-    if (
-        any(others.values())
-        or config.kv_heads not in (None, config.heads)
-        or _qkv_bias(config) != bool(config.output_bias)
-    ):
+    if any(others.values()) or config.kv_heads not in (None, config.heads) or _qkv_bias(config) != _output_bias(config):
         raise ValueError(
             "latent attention has as many key/value heads as heads, one bias setting, no qk_norm and no output_gate"
         )
