@@ -148,9 +148,15 @@ def projected(
         p_query = project(vectors, weight, offset, 0, self.widths[0], self.heads)[rows]  # (N, N, H, D): of i and j
         p_key = project(vectors, weight, offset, first, middle, self.kv_heads)[rows]
         extra = torch.einsum("bhid,ijhd->bhij", q, p_key) + torch.einsum("bhjd,ijhd->bhij", k, p_query)
-        scale: Any = self.attend.score.scale
-        extra = extra * (self.d_head**-0.5 if scale is None else scale)
+        extra = extra * scale_of(self)
     return q, k, v, extra
+
+
+def scale_of(self: MultiHeadAttention) -> Tensor:
+    """The scale of the scores of each head, (H or 1, 1, 1)."""
+    score: Any = self.attend.score
+    scale = self.d_head**-0.5 if score.scale is None else score.scale
+    return torch.as_tensor(scale, dtype=self.qkv.weight.dtype).reshape(-1, 1, 1)
 
 
 def rotate(self: MultiHeadAttention | LatentAttention, x: Tensor, positions: Tensor | None) -> Tensor:
@@ -188,8 +194,7 @@ def talking_heads(self: TalkingHeadsAttention, x: Tensor, *, context: LayerConte
     context = LayerContext() if context is None else context
     q, k, v, _ = projected(self, x, None, context)
     score: Any = self.attend.score
-    scale = score.scale.to(q)[:, None, None] if isinstance(score.scale, Tensor) else score.scale
-    scores = torch.einsum("hg,bgnd,bgkd->bhnk", self.score_mix, q, k) * scale
+    scores = torch.einsum("hg,bgnd,bgkd->bhnk", self.score_mix, q, k) * scale_of(self).to(q)
     scores = scores if score.softcap is None else score.softcap * (scores / score.softcap).tanh()
     units = torch.eye(x.shape[1], dtype=x.dtype).expand(*k.shape[:3], -1)
     heads = attend(context.combine(self.attend), torch.zeros_like(q), k, units, extra=scores)
@@ -205,7 +210,7 @@ def cross_layer(self: CrossLayerAttention, x: Tensor, *, context: LayerContext, 
     return output(self, x, attend(context.combine(self.attend), q, shared.keys, shared.values))  # type: ignore[arg-type]
 
 
-def latent(self: LatentAttention, x: Tensor, *, context: LayerContext | None = None) -> Tensor:
+def latent(self: LatentAttention, x: Tensor, *, context: LayerContext | None = None, cache: None = None) -> Tensor:
     """`LatentAttention.forward` with the keys and values of every head."""
     context = LayerContext() if context is None else context
     q = x
@@ -244,10 +249,27 @@ def experts(self: Experts, x: Tensor) -> Tensor:
     rows = []
     for token in x.flatten(0, -2):
         logits = F.linear(token, self.router.weight, self.router.bias)
-        chosen = logits.argsort(descending=True)[: self.per_token]
-        shares = logits[chosen].exp() / logits[chosen].exp().sum()
-        rows.append(sum(share * expert(self, int(n), token) for share, n in zip(shares, chosen, strict=True)))
+        shares = shares_of(self, logits.to(torch.promote_types(logits.dtype, torch.float32)))
+        row: Any = sum(share.to(x.dtype) * expert(self, n, token) for n, share in shares.items())
+        if self.shared is not None:
+            gate = 1 if self.shared_gate is None else F.linear(token, self.shared_gate.weight).sigmoid()
+            row = row + gate * self.shared(token)
+        rows.append(row)
     return torch.stack(rows).view(x.shape) if rows else x
+
+
+def shares_of(self: Experts, logits: Tensor) -> dict[int, Tensor]:
+    """The experts of a token and their shares, by its logits (count,)."""
+    way, size = self.routing, self.count // self.routing.groups
+    scores = logits.sigmoid() if way.scores == "sigmoid" else logits.exp() / logits.exp().sum()
+    ranks = (scores if self.correction is None else scores + self.correction).detach()
+    every = [sorted(range(n * size, (n + 1) * size), key=lambda e: -float(ranks[e])) for n in range(way.groups)]
+    best = 2 if way.group_score == "top2" else 1
+    every.sort(key=lambda group: -sum(float(ranks[e]) for e in group[:best]))
+    left = [e for group in every[: way.groups_per_token] for e in group]
+    chosen = sorted(left, key=lambda e: -float(ranks[e]))[: self.per_token]
+    total = sum(scores[e] for e in chosen) if way.normalize or way.scores == "chosen" else 1
+    return {e: scores[e] / total * way.scale for e in chosen}
 
 
 def expert(self: Experts, n: int, token: Tensor) -> Tensor:

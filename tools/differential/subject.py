@@ -49,6 +49,10 @@ class Subject:
     saves: bool = False
 
 
+def stepwise_names(forms: dict[str, Form]) -> frozenset[str]:
+    return frozenset(name for name in forms if name.startswith("stepwise"))
+
+
 def as_batch_of_one(call: Callable[..., Tensor]) -> Callable[[Any, Item], Tensor]:
     """Return `plain` for a module that takes a batch: a call with a batch of one."""
     return lambda module, item: call(module, *(part[None] for part in item))[0]

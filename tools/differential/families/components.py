@@ -186,3 +186,18 @@ def recurrent(draw: Draw, d_model: int, name: str = "layer") -> nn.Module:
             d_model, heads, value_heads=values, d_head=d_head, d_value=d_value, width=width
         ),
     }[draw.pick(name, ["retention", "gla", "mamba2", "deltanet", "gated deltanet"])]()
+
+
+def routing(draw: Draw, count: int) -> rg.nn.Routing:
+    """How a mixture of `count` experts chooses two of them, or the only one."""
+    scores = draw.pick("scores of experts", ["chosen", "softmax", "sigmoid"])
+    if scores == "chosen":
+        return rg.nn.Routing()
+    groups, score = draw.pick(
+        "groups of experts", [(1, "max"), (2, "max"), (2, "top2")] if count == 4 else [(1, "max")]
+    )
+    return rg.nn.Routing(
+        scores, draw.pick("normalized shares", [False, True]), draw.pick("scale of shares", [1.0, 1.7]), groups=groups,
+        groups_per_token=draw.pick("groups per token", [1, groups]), group_score=score,
+        corrected=draw.pick("corrected scores", [False, True]),
+    )  # fmt: skip

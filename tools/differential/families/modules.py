@@ -34,9 +34,11 @@ from tools.differential.subject import (
     fresh,
     lengths_of,
     noise,
+    pad_left,
     padded_forms,
     right,
     sequence_forms,
+    stepwise_names,
     tokens,
 )
 
@@ -94,11 +96,23 @@ def stack_forms(
             outputs.append(torch.cat([call(module, piece[None], cache=cache)[0] for piece in pieces]))
         return outputs
 
+    def stepwise_left(module: nn.Module, items: Sequence[Item]) -> list[Tensor]:
+        """The sequences together, padded on the left, in pieces."""
+        layout, cache, outputs = pad_left(lengths), caches(module), []
+        batch, padding = layout.fill([x for (x,) in items]), layout.width - torch.tensor(lengths)
+        context = LayerContext(left_padding=padding)
+        for columns in torch.arange(layout.width).split(chunks(draw, layout.width)):
+            positions = (columns - padding[:, None]).clamp(min=0)
+            outputs.append(call(module, batch[:, columns], context=context.with_positions(positions), cache=cache))
+        return layout.rows(torch.cat(outputs, 1))
+
     forms = padded_forms(draw, lengths, kinds, padded)
     if about.shifts:
         forms["packed"] = packed
     if about.causal and caches is not None:
         forms["stepwise"] = stepwise
+        if about.shifts:
+            forms["stepwise, left"] = stepwise_left
     return forms
 
 
@@ -137,7 +151,7 @@ def multi_head_attention(draw: Draw) -> Subject:
         [(x,) for x in hidden(draw, lengths, size.d_model)],
         plain,
         {"alone": alone(plain)} | forms,
-        frozenset({"stepwise"}),
+        stepwise_names(forms),
         compiles=frozenset({"alone"}),
     )
 
@@ -208,7 +222,7 @@ def cross_attention(draw: Draw) -> Subject:
         forms = {name: form for name, form in forms.items() if name in ("alone", "source right")}
     if kind == "attention":
         forms["stepwise"] = stepwise
-    return Subject(fresh(build, draw), items, plain, forms, frozenset({"stepwise"}))
+    return Subject(fresh(build, draw), items, plain, forms, stepwise_names(forms))
 
 
 @family
@@ -319,9 +333,9 @@ def encoder(draw: Draw) -> Subject:
     plain = as_batch_of_one(forward)
     forms = {"alone": alone(plain)} | stack_forms(draw, lengths, call, lambda module: module.cache(), about)
     if disentangled:  # self-attention of one padded batch
-        forms = {name: form for name, form in forms.items() if name not in ("packed", "stepwise")}
+        forms = {name: form for name, form in forms.items() if not name.startswith(("packed", "stepwise"))}
     items = [(x,) for x in hidden(draw, lengths, size.d_model)]
-    return Subject(fresh(build, draw), items, plain, forms, frozenset({"stepwise"}), compiles=frozenset({"alone"}))
+    return Subject(fresh(build, draw), items, plain, forms, stepwise_names(forms), compiles=frozenset({"alone"}))
 
 
 @family
@@ -354,7 +368,7 @@ def decoder(draw: Draw) -> Subject:
     plain = as_batch_of_one(forward)
     items = list(zip(hidden(draw, lengths, size.d_model), hidden(draw, sources, size.d_model, "source"), strict=True))
     forms = {"alone": alone(plain), "stepwise": stepwise} | pair_forms(draw, items, call)
-    return Subject(fresh(build, draw), items, plain, forms, frozenset({"stepwise"}))
+    return Subject(fresh(build, draw), items, plain, forms, stepwise_names(forms))
 
 
 POOLINGS: dict[str, Callable[[int], nn.Module]] = {

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 import regard as rg
 from regard.nn import ACTIVATIONS, LayerContext
 from tools.differential.draw import Draw
-from tools.differential.families.components import Described, feedforward, recurrent, residual
+from tools.differential.families.components import Described, feedforward, recurrent, residual, routing
 from tools.differential.families.modules import chunks, family, hidden, stack_forms
 from tools.differential.recurrent import short_convolution as reference_convolution
 from tools.differential.subject import (
@@ -24,7 +24,9 @@ from tools.differential.subject import (
     forward,
     fresh,
     lengths_of,
+    noise,
     sequence_forms,
+    stepwise_names,
 )
 
 CAUSAL = Described(lambda: rg.Attention(mask=rg.causal()), causal=True, shifts=True)
@@ -53,7 +55,7 @@ def recurrent_layer(draw: Draw) -> Subject:
     forms = {"alone": alone(plain)} | recurrent_forms(draw, lengths)
     items = [(x,) for x in hidden(draw, lengths, d_model)]
     build = partial(recurrent, draw, d_model)
-    return Subject(fresh(build, draw), items, plain, forms, frozenset({"stepwise"}), compiles=frozenset({"alone"}))
+    return Subject(fresh(build, draw), items, plain, forms, stepwise_names(forms), compiles=frozenset({"alone"}))
 
 
 @family
@@ -74,7 +76,7 @@ def hybrid_encoder(draw: Draw) -> Subject:
     plain = as_batch_of_one(forward)
     forms = {"alone": alone(plain)} | recurrent_forms(draw, lengths)
     items = [(x,) for x in hidden(draw, lengths, d_model)]
-    return Subject(fresh(build, draw), items, plain, forms, frozenset({"stepwise"}), compiles=frozenset({"alone"}))
+    return Subject(fresh(build, draw), items, plain, forms, stepwise_names(forms), compiles=frozenset({"alone"}))
 
 
 @family
@@ -109,12 +111,21 @@ def short_convolution(draw: Draw) -> Subject:
 
 @family
 def experts(draw: Draw) -> Subject:
-    lengths, d_model, count = lengths_of(draw), draw.pick("d_model", [8, 12]), draw.pick("experts", [3, 1, 5])
-    build = partial(
-        rg.nn.Experts, d_model, draw.pick("d_hidden", [8, 24]), count=count,
-        per_token=min(count, draw.pick("per token", [2, 1, 3])), limit=draw.pick("limit", [None, 0.5]),
-        activation=ACTIVATIONS[draw.pick("activation", sorted(ACTIVATIONS))], bias=draw.pick("bias", [False, True]),
-    )  # fmt: skip
+    lengths, d_model, count = lengths_of(draw), draw.pick("d_model", [8, 12]), draw.pick("experts", [3, 1, 4])
+    way, shared = routing(draw, count), draw.pick("shared expert", [False, True])
+
+    def build() -> nn.Module:
+        module = rg.nn.Experts(
+            d_model, draw.pick("d_hidden", [8, 24]), count=count, per_token=min(count, draw.pick("per token", [2, 1])),
+            limit=draw.pick("limit", [None, 0.5]), bias=draw.pick("bias", [False, True]), routing=way,
+            activation=ACTIVATIONS[draw.pick("activation", sorted(ACTIVATIONS))],
+            shared=feedforward(draw, d_model) if shared else None,
+            shared_gate=shared and draw.pick("shared gate", [False, True]),
+        )  # fmt: skip
+        if module.correction is not None:
+            module.correction.copy_(0.3 * noise(draw, count, name="correction"))
+        return module
+
     plain = as_batch_of_one(forward)
 
     def packed(module: nn.Module, items: Sequence[Item]) -> list[Tensor]:

@@ -13,6 +13,7 @@ import regard as rg
 from regard import models
 from regard.nn import ACTIVATIONS
 from tools.differential.draw import Draw
+from tools.differential.families.components import routing
 from tools.differential.families.modules import Family, chunks, hidden
 from tools.differential.subject import (
     Form,
@@ -27,11 +28,13 @@ from tools.differential.subject import (
     padded_forms,
     right,
     sequence_forms,
+    stepwise_names,
     tokens,
 )
 
 MODELS: dict[str, Family] = {}
 VOCABULARY = 23
+LLAMA3 = rg.positions.Llama3(4.0, 1.0, 4.0, 16)
 
 
 def family(function: Family) -> Family:
@@ -96,24 +99,48 @@ def text(draw: Draw) -> Subject:
     )
 
 
+def experts(draw: Draw) -> dict[str, Any]:
+    d_shared = draw.pick("shared expert", [0, 8])
+    return {
+        "gated": True, "experts": 4, "experts_per_token": draw.pick("per token", [2, 1]),
+        "gate_limit": draw.pick("gate limit", [1.0, None]), "routing": routing(draw, 4), "d_shared": d_shared,
+        "shared_gate": bool(d_shared) and draw.pick("shared gate", [False, True]),
+        "d_expert": draw.pick("width of an expert", [None, 6]), "dense_layers": draw.pick("dense", [(), (True, False)]),
+    }  # fmt: skip
+
+
 def language_config(draw: Draw) -> models.LanguageConfig:
+    """A configuration. Layers are attention, latent attention, or layers with a state among those of attention."""
     sizes = common(draw)
-    turn = rg.nn.Rotary(100.0, draw.pick("rotary width", [None, 4]), draw.pick("interleaved", [False, True]))
-    scalings: list[rg.positions.Scaling] = [rg.positions.Linear(2.0), rg.positions.Yarn(4.0, 16)]
+    kind = draw.pick("kind of layers", ["attention", "attention", "latent", "delta"])
+    width = 4 if kind == "latent" else draw.pick("rotary width", [None, 4])
+    turn = rg.nn.Rotary(100.0, width, draw.pick("interleaved", [False, True]))
+    scalings: list[rg.positions.Scaling] = [rg.positions.Linear(2.0), rg.positions.Yarn(4.0, 16), LLAMA3]
     scaled = rg.nn.Rotary(scaling=draw.pick("scaling", scalings))
     rotaries: list[dict[str, Any]] = [
         {}, {"rotary": turn}, {"rotary": scaled}, {"layer_rotary": (turn, None)}, {"layer_rotary": (turn, scaled)},
     ]  # fmt: skip
-    experts: dict[str, Any] = {"gated": True, "experts": 3, "experts_per_token": 2, "gate_limit": 1.0}
+    bias = draw.pick("bias", [True, False])
+    own: dict[str, Any] = {
+        "kv_heads": draw.pick("kv_heads", [None, 1]),
+        "qkv_bias": draw.pick("qkv bias", [None, True]), "output_bias": draw.pick("output bias", [None, True]),
+        "qk_norm": draw.pick("qk norm", [False, True]), "qk_norm_span": draw.pick("qk norm span", ["head", "token"]),
+        "output_gate": draw.pick("output gate", [False, False, True]),
+    }  # fmt: skip
+    if kind == "latent":
+        own = {
+            "latent": models.LatentSizes(6, 4, draw.pick("value width", [8, 4]), draw.pick("query latent", [None, 6]))
+        }
+    elif kind == "delta":
+        delta = models.DeltaSizes(1, draw.pick("value heads", [2, 1]), 6, 4, draw.pick("convolution width", [4, 2]))
+        own |= {"delta": delta, "delta_layers": draw.pick("delta layers", [(True, False), (False, True), (True,)])}
     return models.LanguageConfig(
-        VOCABULARY, **sizes, kv_heads=draw.pick("kv_heads", [None, 1]), d_head=draw.pick("head width", [None, 8]),
+        VOCABULARY, **sizes, **own, d_head=draw.pick("head width", [None, 8]),
         positions=160, **draw.pick("rotary", rotaries),
         arrangement=draw.pick("arrangement", ["pre", "post", "sandwich", "output"]),
         norm=draw.pick("norm", ["layer", "rms", "unit_rms"]),
-        **draw.pick("feed-forward", [{}, {"gated": True}, experts]),
-        bias=draw.pick("bias", [True, False]), sinks=draw.pick("sinks", [False, True]),
-        qkv_bias=draw.pick("qkv bias", [None, True]), output_bias=draw.pick("output bias", [None, True]),
-        qk_norm=draw.pick("qk norm", [False, True]), qk_norm_span=draw.pick("qk norm span", ["head", "token"]),
+        **draw.pick("feed-forward", [{}, {"gated": True}, experts(draw)]),
+        bias=bias, sinks=draw.pick("sinks", [False, True]),
         windows=draw.pick("windows", [(), (4,), (3, None)]), scale=draw.pick("scale", [None, 0.3]),
         softcap=draw.pick("softcap", [None, 5.0]), final_softcap=draw.pick("final softcap", [None, 10.0]),
         embedding_scale=draw.pick("embedding scale", [1.0, 2.5]), tied=draw.pick("tied", [True, False]),
@@ -249,10 +276,6 @@ def pair_forms(draw: Draw, items: Sequence[Item], kinds: Sequence[str], filler: 
     forms = {f"source {kind}": form for kind, form in at_once.items()}
     forms |= {f"stepwise, source {kind}": form for kind, form in by_step.items()}
     return forms | {"packed": packed, "list": listed, "stepwise": partial(stepwise, None)}
-
-
-def stepwise_names(forms: dict[str, Form]) -> frozenset[str]:
-    return frozenset(name for name in forms if name.startswith("stepwise"))
 
 
 @family

@@ -22,7 +22,7 @@ from tools.differential.families.components import (
     without_width,
 )
 from tools.differential.families.modules import family, hidden, stack_forms
-from tools.differential.subject import Subject, alone, as_batch_of_one, forward, fresh, lengths_of
+from tools.differential.subject import Subject, alone, as_batch_of_one, forward, fresh, lengths_of, stepwise_names
 
 
 def layer(draw: Draw, d_model: int, about: Described, build: Callable[[], nn.Module]) -> Subject:
@@ -35,7 +35,7 @@ def layer(draw: Draw, d_model: int, about: Described, build: Callable[[], nn.Mod
     forms = stack_forms(draw, lengths, call, lambda module: module.cache(), about)
     items = [(x,) for x in hidden(draw, lengths, d_model)]
     forms = {"alone": alone(plain)} | forms
-    return Subject(fresh(build, draw), items, plain, forms, frozenset({"stepwise"}), compiles=frozenset({"alone"}))
+    return Subject(fresh(build, draw), items, plain, forms, stepwise_names(forms), compiles=frozenset({"alone"}))
 
 
 @family
