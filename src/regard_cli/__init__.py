@@ -5,7 +5,8 @@ and usage errors answer at once, and a command imports its implementation only w
 """
 
 try:
-    from regard_cli.commands import app, main
+    from regard_cli.commands import app
+    from regard_cli.entry_point import main
 except ModuleNotFoundError as error:
     if error.name not in ("typer", "rich"):
         raise

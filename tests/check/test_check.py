@@ -26,7 +26,8 @@ from regard.check import (
     target,
 )
 from regard.check.reports import junit, markdown
-from tests.check.broken_attentions import BUGS, attention
+from tests.check.broken_attentions import BUGS
+from tests.check.clean_attention import attention
 from tests.conftest import Command
 
 QUICK = ["output-shape", "mask-polarity"]

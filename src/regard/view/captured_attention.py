@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from copy import copy, deepcopy
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from functools import cached_property
 from typing import Literal, NamedTuple
 
@@ -18,6 +18,7 @@ from regard.engines.inspection import Statistics
 from regard.engines.problem import Problem
 from regard.engines.reference import logits, prepare_operands
 from regard.geometry import Indices
+from regard.view.captured_call import CapturedCall, append_tokens, match_rows, query_position
 from regard.view.pool import bands, pool
 
 Kind = Literal["encoder", "decoder", "cross"]
@@ -25,26 +26,6 @@ TOP = 8  # strongest keys kept per query
 DIRECT = 1 << 24  # most weights computed for one window; a larger window is cut out of a pooled map
 CELLS = 1024  # rows and columns of that map
 BLOCK = 1 << 18  # weights computed per block
-
-
-@dataclass(frozen=True, eq=False)
-class CapturedCall:
-    """One call: query (B, H, Q, D), and the range of the keys that it attends to, `first` to `stop`.
-
-    ids: token ids of the queries, (B, Q), if known. parents: for each batch row, the row of the previous call that it
-    continues, if beam search reordered them.
-    """
-
-    attend: Attention
-    query: Tensor
-    first: int
-    stop: int
-    ids: Tensor | None = None
-    parents: Tensor | None = None
-
-    def select_rows(self, rows: Tensor) -> CapturedCall:
-        """Return the call restricted to some batch rows."""
-        return replace(self, query=self.query[rows], ids=None if self.ids is None else self.ids[rows], parents=None)
 
 
 class Window(NamedTuple):
@@ -161,7 +142,7 @@ class CapturedAttention:
         first = 0 if static else self.K - old
         if not 0 < old <= self.K or place != old or (static and key.shape[2] != self.calls[-1].stop):
             return None
-        parents = _parents(key[:, :, :old], held[:, :, self.K - old : self.K])
+        parents = match_rows(key[:, :, :old], held[:, :, self.K - old : self.K])
         if parents is None:
             return None
         moved = len(parents) != len(held) or not torch.equal(parents, torch.arange(len(held), device=parents.device))
@@ -170,8 +151,8 @@ class CapturedAttention:
         with torch.inference_mode(False), torch.no_grad():
             if moved:
                 self._keys, self._values = self._keys[parents], self._values[parents]
-            self._keys = _put(self._keys, self.K, key[:, :, old : old + count], stop)
-            self._values = _put(self._values, self.K, value[:, :, old : old + count], stop)
+            self._keys = append_tokens(self._keys, self.K, key[:, :, old : old + count], stop)
+            self._values = append_tokens(self._values, self.K, value[:, :, old : old + count], stop)
             self.calls.append(
                 CapturedCall(attend, query.detach().clone(), first, stop, ids, parents.clone() if moved else None)
             )
@@ -488,36 +469,6 @@ class CapturedAttention:
         for at, count in parts:
             result[:, at] = count.to(torch.int64)
         return result
-
-
-def _put(held: Tensor, at: int, new: Tensor, size: int) -> Tensor:
-    """Write `new` (B, G, n, D) into `held` from index `at` on, after doubling it if it is shorter than `size`."""
-    if size > held.shape[2]:
-        larger = held.new_empty(*held.shape[:2], 2 * size, held.shape[3])
-        larger[:, :, :at] = held[:, :, :at]
-        held = larger
-    held[:, :, at : at + new.shape[2]] = new.detach()
-    return held
-
-
-def query_position(attend: Attention, query: Tensor, key: Tensor) -> int | None:
-    """Return the position of the first query among the keys, or None if it differs between batch rows."""
-    if attend.offset is None:
-        return key.shape[2] - query.shape[2]
-    return attend.offset if isinstance(attend.offset, int) else None
-
-
-def _parents(new: Tensor, old: Tensor) -> Tensor | None:
-    """Match each row of `new` (B', G, n, D) with an equal row of `old` (B, G, n, D); None if one has no match."""
-    if new.shape == old.shape and torch.equal(new, old):
-        return torch.arange(len(old), device=old.device)
-    if new.shape[1:] != old.shape[1:] or max(len(new), len(old)) > 1024:
-        return None
-    equal = (new[:, None, :, -1] == old[None, :, :, -1]).all(-1).all(-1)  # (B', B), by the last key
-    result = []
-    for row, others in zip(new, equal.tolist(), strict=True):
-        result.append(next((n for n, like in enumerate(others) if like and torch.equal(row, old[n])), -1))
-    return None if -1 in result else torch.tensor(result, device=old.device)
 
 
 def _check_range(name: str, edges: tuple[int, int], size: int) -> tuple[int, int]:

@@ -17,7 +17,8 @@ from regard.geometry import CallSlice, Frame, Indices, pad_leading
 from regard.masks import Mask
 from regard.masks.algebra import EMPTY, PARTIAL, Boxes, Kinds
 from regard.nn.cache import CrossCache
-from regard.view.captured_attention import Kind, query_position
+from regard.view.captured_attention import Kind
+from regard.view.captured_call import query_position
 from regard.view.module_calls import ModuleCalls, RunningModule, track_modules
 
 Pair = tuple[int, int]
