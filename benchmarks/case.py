@@ -19,7 +19,7 @@ def unchanged(output: Any) -> Tensor:
 
 @dataclass(frozen=True)
 class Peer:
-    """Somebody else's way to compute a case.
+    """Another library's way to compute a case.
 
     `build(inputs, threads)` gives the call to be timed; what it converts beforehand is not timed. `view` turns the
     call's result into a tensor (B, H, Q, E). A peer that computes another function brings its own `reference`.

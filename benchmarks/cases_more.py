@@ -124,18 +124,18 @@ def biases() -> Iterator[Case]:
     def shaw_bias(x: Inputs) -> Tensor:
         steps = torch.arange(N)
         given = x["q"] @ x["keys"].T / x["q"].shape[-1] ** 0.5
-        return given.gather(-1, define.clipped(steps[:, None], steps, R).expand(1, H, N, N))
+        return given.gather(-1, define.clip_distance(steps[:, None], steps, R).expand(1, H, N, N))
 
     table = {"table": normal(32, H, seed=4)}
     shaw = {"keys": normal(2 * R + 1, 64, seed=4, std=0.3), "values": normal(2 * R + 1, 64, seed=5, std=0.3)}
     softcap = described(score=rg.Dot(softcap=20.0))
     for backward in (False, True):
-        laid_out = peers.sdpa_biased if backward else peers.sdpa_given  # what is learned is laid out in every call
+        expand = peers.sdpa_biased if backward else peers.sdpa_given  # a learned bias is expanded in every call
         for name, extra, ours, reference, other, most in (
             ("ALiBi", {}, described(bias=rg.alibi(H)), softmax_attention(bias=define.alibi),
              peers.sdpa_given(define.whole(define.alibi)), 1.25),
             ("T5 table", table, lambda x: rg.attention(x["q"], x["k"], x["v"], bias=rg.t5(x["table"])),
-             softmax_attention(bias=define.t5), laid_out(define.whole(define.t5)), 1.25),
+             softmax_attention(bias=define.t5), expand(define.whole(define.t5)), 1.25),
             ("Shaw", shaw, lambda x: rg.attention(x["q"], x["k"], x["v"], bias=rg.shaw(x["keys"], x["values"])),
              softmax_attention(shaw=True), None, 1.6),
             ("Shaw, keys only", {"keys": shaw["keys"]},
@@ -153,7 +153,7 @@ def biases() -> Iterator[Case]:
 
 def _shaw_rows(x: Inputs, i: Tensor, j: Tensor) -> Tensor:
     given = x["q"][:, :, i.reshape(-1)] @ x["keys"].T / x["q"].shape[-1] ** 0.5
-    index = define.clipped(i, j, len(x["keys"]) // 2)
+    index = define.clip_distance(i, j, len(x["keys"]) // 2)
     return given.gather(-1, index.expand(*given.shape[:2], -1, -1))
 
 

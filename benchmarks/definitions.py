@@ -51,7 +51,7 @@ def softmax_attention(
             logits = softcap * (logits / softcap).tanh()
         if bias is not None:
             logits = logits + bias(x, i, j)
-        index = clipped(i, j, x["keys"].shape[0] // 2) if shaw else None
+        index = clip_distance(i, j, x["keys"].shape[0] // 2) if shaw else None
         if shaw:
             given = q @ x["keys"].T / q.shape[-1] ** 0.5  # (B, H, R, 2 * radius + 1)
             logits = logits + given.gather(-1, index.expand(*given.shape[:2], -1, -1))
@@ -198,7 +198,7 @@ def favor(directions: Tensor, *, over: tuple[int, ...] | None = None, floor: flo
 # Biases
 
 
-def clipped(i: Tensor, j: Tensor, radius: int) -> Tensor:
+def clip_distance(i: Tensor, j: Tensor, radius: int) -> Tensor:
     return (j - i).clamp(-radius, radius) + radius
 
 
@@ -209,7 +209,7 @@ def alibi(x: Inputs, i: Tensor, j: Tensor) -> Tensor:
 
 
 def relative(x: Inputs, i: Tensor, j: Tensor) -> Tensor:
-    return x["table"][clipped(i, j, len(x["table"]) // 2)].movedim(-1, 0)
+    return x["table"][clip_distance(i, j, len(x["table"]) // 2)].movedim(-1, 0)
 
 
 def t5(x: Inputs, i: Tensor, j: Tensor) -> Tensor:
@@ -225,10 +225,10 @@ def dense(x: Inputs, i: Tensor, j: Tensor) -> Tensor:
 
 
 def whole(bias: Bias) -> Callable[[Inputs], Tensor]:
-    """A bias laid out as a tensor (H, Q, K)."""
+    """A bias as a tensor (H, Q, K)."""
 
-    def laid_out(x: Inputs) -> Tensor:
+    def expand(x: Inputs) -> Tensor:
         length = x["q"].shape[2]
         return bias(x, torch.arange(length)[:, None], torch.arange(x["k"].shape[2]))
 
-    return laid_out
+    return expand

@@ -12,7 +12,7 @@ import torch
 
 import regard as rg
 from benchmarks.case import qkv
-from benchmarks.timing import clock, interleaved
+from benchmarks.timing import clock, time_interleaved
 from regard.geometry import Frame
 from regard.masks import tiles as tile_tables
 from regard.masks.tiles import tiles
@@ -57,7 +57,7 @@ def growth(threads: int, quick: bool) -> Iterator[Report]:
             attend = rg.Attention(mask=patterns(N)[name])
             q, k, v = qkv(1, 2, N, 64).values()
             first = clock(lambda: attend(q, k, v))  # noqa: B023
-            seconds.append(interleaved({"": lambda: attend(q, k, v)}, 0.03 if quick else 0.5)[""])  # noqa: B023
+            seconds.append(time_interleaved({"": lambda: attend(q, k, v)}, 0.03 if quick else 0.5)[""])  # noqa: B023
             explanation = attend.explain(q, k, v)
             work.append(explanation.flops)
         yield {
@@ -94,7 +94,7 @@ def mask_tables(quick: bool) -> Iterator[Report]:
         raise AssertionError(f"our table visits {table.visited} tiles, torch's block mask {visited}")
     del blocks
     seconds = seconds if quick else min(seconds, clock(theirs))  # seconds against microseconds: no need of many rounds
-    ratio = seconds / interleaved({"": ours}, 0.3)[""]
+    ratio = seconds / time_interleaved({"": ours}, 0.3)[""]
     yield {"name": "16,384 keys, torch's create_block_mask / ours", "value": f"{ratio:,.0f}x", "target": ">= 100x",
            "met": ratio >= 100}  # fmt: skip
     million = min(clock(lambda: ours(1 << 20)) for _ in range(3))
@@ -160,7 +160,7 @@ def _against_sdpa(
 
     with torch.set_grad_enabled(backward):
         agree = torch.allclose(call(None)()[0], call("sdpa")()[0], atol=1e-4)
-        seconds = interleaved({"ours": call(None), "sdpa": call("sdpa")}, 0.1 if quick else 0.6)
+        seconds = time_interleaved({"ours": call(None), "sdpa": call("sdpa")}, 0.1 if quick else 0.6)
     return {
         "case": f"{shape} {name}{', with backward' if backward else ''}", "threads": threads, "agree": agree,
         "slower": seconds["ours"] / seconds["sdpa"], "seconds": seconds["ours"],
@@ -168,7 +168,7 @@ def _against_sdpa(
     }  # fmt: skip
 
 
-def timed(what: Iterator[Report], report: Callable[[str], None]) -> list[Report]:
+def run_parts(what: Iterator[Report], report: Callable[[str], None]) -> list[Report]:
     start, reports = time.perf_counter(), list(what)
     report(f"{len(reports)} measured in {time.perf_counter() - start:.0f} s")
     return reports

@@ -21,7 +21,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 import regard as rg
-from benchmarks.timing import interleaved
+from benchmarks.timing import time_interleaved
 from regard.check import PROPERTIES, check
 from regard.check.targets.devices import available_device, on_device
 from regard.check.targets.engines import engine
@@ -93,7 +93,7 @@ class Bench:
 
     def find_error(self, case: Case, backward: bool) -> str:
         """Compare a short call and its gradients with the reference in float64; return what is wrong."""
-        attend, found = self.describe(case, SHORT), []
+        attend, result = self.describe(case, SHORT), []
         for name in (None, "reference"):
             given = self.inputs(case, SHORT, self.dtype)
             if name == "reference":
@@ -101,8 +101,8 @@ class Bench:
             torch.manual_seed(1)
             output = attend.to(given[0].device)(*given, engine=name)
             gradients = torch.autograd.grad(output.square().sum(), given) if backward else ()
-            found.append([output.detach(), *gradients])
-        for name, ours, exact in zip(("output", "d query", "d key", "d value"), *found, strict=False):
+            result.append([output.detach(), *gradients])
+        for name, ours, exact in zip(("output", "d query", "d key", "d value"), *result, strict=False):
             error = float((ours.double().cpu() - exact).abs().max() / exact.abs().max())
             if not error <= TOLERANCE[self.dtype]:
                 return f"{name} is off by {error:.2g} of the largest"
@@ -133,7 +133,7 @@ class Bench:
                 continue
             calls[name] = self._timed(call, given, result.backward)
         flops = self._add_peak(calls)
-        seconds = interleaved(calls, self.budget)
+        seconds = time_interleaved(calls, self.budget)
         ours, peak = seconds.pop("ours"), flops / seconds.pop("peak")
         result.milliseconds = ours * 1e3
         result.ratios = {name: time / ours for name, time in seconds.items()}

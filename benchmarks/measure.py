@@ -12,7 +12,7 @@ from benchmarks import machine
 from benchmarks.case import Case, Inputs
 from benchmarks.cases import PEAK, READS
 from benchmarks.check import WrongResult, check, leaves
-from benchmarks.timing import interleaved
+from benchmarks.timing import time_interleaved
 
 OURS = "ours"
 BELIEVED = 1.05  # no kernel exceeds the machine: beyond this share of its peak, the peak was measured in noise
@@ -93,7 +93,7 @@ def measure(case: Case, threads: int, budget: float) -> Result:
         calls[PEAK], peak_flops = machine.peak_call(threads)
     if case.reads:
         calls[READS] = machine.read_call([x["k"], x["v"]], threads)
-    seconds = interleaved(calls, budget)
+    seconds = time_interleaved(calls, budget)
     result.seconds = ours = seconds.pop(OURS)
     shares = {peer.name: peer.share for peer in case.peers}
     for name, times in seconds.items():

@@ -14,7 +14,7 @@ from torch import Tensor
 
 import regard as rg
 from benchmarks.case import normal
-from benchmarks.timing import interleaved
+from benchmarks.timing import time_interleaved
 
 COUNT, QUICK_COUNT, SEED = 500, 25, 1
 LEAST = 0.95  # of SDPA's speed
@@ -88,10 +88,10 @@ def random_calls(threads: int, quick: bool) -> Iterator[dict[str, Any]]:
     """The ratio of each call, torch's time / ours."""
     for call in calls(QUICK_COUNT if quick else COUNT):
         pair = build(call)
-        seconds = interleaved(pair, 0.08)
+        seconds = time_interleaved(pair, 0.08)
         for _ in range(CONFIRMATIONS):
             if seconds["SDPA"] < LEAST * seconds["ours"]:
-                again = interleaved(pair, 0.5)
+                again = time_interleaved(pair, 0.5)
                 seconds = {name: min(seconds[name], again[name]) for name in pair}
         yield asdict(call) | {
             "call": str(call), "threads": threads, "seconds": seconds["ours"],

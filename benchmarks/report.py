@@ -26,7 +26,9 @@ def verdicts(run: Run) -> list[tuple[str, str, bool]]:
         where = f"{case['name']} ({case['threads']} thread{'s' * (case['threads'] > 1)})"
         if case["wrong"]:
             judged.append((where, f"wrong result, so no time: {case['wrong']}", False))
-        judged += [(where, format_target(target) + _wanting(case, target), target["met"]) for target in case["targets"]]
+        judged += [
+            (where, format_target(target) + _needed_share(case, target), target["met"]) for target in case["targets"]
+        ]
         judged += [(where, f"not judged, since {peer} has no time", False) for peer in case["unjudged"]]
     for threads, worker in run["times"].items():
         judged += random_calls.verdicts(worker["random"])
@@ -53,7 +55,7 @@ def verdicts(run: Run) -> list[tuple[str, str, bool]]:
     return judged
 
 
-def _wanting(case: dict[str, Any], target: dict[str, Any]) -> str:
+def _needed_share(case: dict[str, Any], target: dict[str, Any]) -> str:
     """Return which share of the machine's limit a missed ratio would need, if that limit was measured."""
     if target["met"] or not target["at_least"] or target["peer"] in (PEAK, READS):
         return ""
@@ -126,18 +128,18 @@ def _cases(run: Run) -> Iterator[str]:
             continue
         met = {target["peer"]: target["met"] for target in case["targets"]}
         ratios = [
-            _marked(f"{ratio:.2f}x" if ratio < 10 else f"{ratio:.0f}x", met.get(peer)) + f" {peer}"
+            _mark(f"{ratio:.2f}x" if ratio < 10 else f"{ratio:.0f}x", met.get(peer)) + f" {peer}"
             for peer, ratio in case["ratios"].items()
             if peer not in (PEAK, READS)
         ]
-        peaks = [_marked(f"{r:.0%}", met.get(p)) + f" {p}" for p, r in case["ratios"].items() if p in (PEAK, READS)]
+        peaks = [_mark(f"{r:.0%}", met.get(p)) + f" {p}" for p, r in case["ratios"].items() if p in (PEAK, READS)]
         yield (
             f"| {case['name']} | {case['threads']} | {_time(case['seconds'])} | {', '.join(ratios)} "
             f"| {', '.join(peaks)} | {_memory(run['memory'].get(case['name']))} | {_targets(case['targets'])} |"
         )
 
 
-def _marked(text: str, met: bool | None) -> str:
+def _mark(text: str, met: bool | None) -> str:
     return text if met is None else f"**{text}**" if met else f"~~{text}~~"
 
 

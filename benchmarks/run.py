@@ -5,9 +5,9 @@
     python -m benchmarks.run --only window        the cases whose name or row has this in it; writes nothing
 
 Each number of threads has its own process, since some libraries fix theirs when they start; within it all
-competitors take turns. There the C library gives back memory as it does once a block of 32 MB was freed: else it
-depends on how a process happens to be laid out whether a call pays for its pages anew, which takes up to a third
-of a short one. Memory is measured in one more, where freed memory goes back to the system at once.
+competitors take turns. There the C library keeps freed memory as it does once a block of 32 MB was freed: otherwise
+chance decides whether a call has to map its pages again, which takes up to a third of a short one. Memory is measured
+in another process, where freed memory is returned to the system at once.
 """
 
 from __future__ import annotations

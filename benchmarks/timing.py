@@ -27,7 +27,7 @@ def clock(call: Callable[[], Any], times: int = 1) -> float:
     return max(_now() - start, 1e-9) / times
 
 
-def interleaved(calls: dict[str, Callable[[], Any]], budget: float) -> dict[str, float]:
+def time_interleaved(calls: dict[str, Callable[[], Any]], budget: float) -> dict[str, float]:
     """Seconds that one call of each takes at best.
 
     A competitor leaves once it has had its rounds and twice its share of the budget, so that slow ones do not hold

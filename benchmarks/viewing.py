@@ -31,7 +31,7 @@ PAINT = "() => performance.getEntriesByName('first-contentful-paint')[0].startTi
 
 
 @torch.no_grad()
-def captured(tokens: int, layers: int, heads: int) -> rg.view.Record:
+def capture_record(tokens: int, layers: int, heads: int) -> rg.view.Record:
     torch.manual_seed(0)
     config = rg.models.LanguageConfig(
         1000, d_model=64 * heads, layers=layers, heads=heads, d_hidden=256, positions=tokens
@@ -45,7 +45,7 @@ def captured(tokens: int, layers: int, heads: int) -> rg.view.Record:
 
 def page(folder: Path) -> None:
     """12 layers of 12 heads over 512 tokens."""
-    path = captured(512, 12, 12).save(folder / "page.html")
+    path = capture_record(512, 12, 12).save(folder / "page.html")
     print(f"512 tokens, 12 x 12 heads: page {path.stat().st_size / 1e6:.2f} MB")
     with launched() as browser:
         paints = []
@@ -62,7 +62,7 @@ def page(folder: Path) -> None:
 
 def windows(tokens: int) -> None:
     """Live, of one layer of 12 causal heads; once it is ready."""
-    record = captured(tokens, 1, 12)
+    record = capture_record(tokens, 1, 12)
     began = time.perf_counter()
     record.precompute()
     print(f"{tokens:,} tokens, 12 heads: ready in {time.perf_counter() - began:.0f} s")

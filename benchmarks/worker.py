@@ -51,16 +51,16 @@ def times(threads: int, quick: bool, only: str, budget: float) -> dict[str, Any]
         gc.collect()
     for name, parts in (("growth", extras.growth), ("grid", extras.grid), ("random", random_calls)):
         if only.lower() in name:
-            results[name] = extras.timed(parts(threads, quick), lambda line, name=name: report(f"  {name}: {line}"))
+            results[name] = extras.run_parts(parts(threads, quick), lambda line, name=name: report(f"  {name}: {line}"))
     if only.lower() in "mask tables":
-        results["tables"] = extras.timed(extras.mask_tables(quick), lambda line: report(f"  mask tables: {line}"))
+        results["tables"] = extras.run_parts(extras.mask_tables(quick), lambda line: report(f"  mask tables: {line}"))
     if only.lower() in "training throughput" and threads == 2:
-        results["training"] = extras.timed(training(quick), lambda line: report(f"  training throughput: {line}"))
+        results["training"] = extras.run_parts(training(quick), lambda line: report(f"  training throughput: {line}"))
     call, flops = machine.peak_call(threads)
-    results["peak"] = flops / timing.interleaved({"": call}, 0.3)[""] / 1e9
+    results["peak"] = flops / timing.time_interleaved({"": call}, 0.3)[""] / 1e9
     for name, count in (("cache", 1 << 22), ("memory", 1 << 26)):
         data = torch.zeros(count)
-        results[name] = 4 * count / timing.interleaved({"": machine.read_call([data], threads)}, 0.3)[""] / 1e9
+        results[name] = 4 * count / timing.time_interleaved({"": machine.read_call([data], threads)}, 0.3)[""] / 1e9
     return results
 
 

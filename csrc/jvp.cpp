@@ -165,7 +165,7 @@ template <class T> struct Jvp : Strips<T, Jvp<T>> {
     static constexpr Into value = into;
   };
 
-  // room.scores = the tangents of the logits, in base two.
+  // workspace.scores = the tangents of the logits, in base two.
   void move_logits(Workspace& workspace, const ThreadState<T>& w, int64_t s, int m, int64_t j0, int64_t lo,
                    int64_t hi) const {
     const Panels panels = panels_of<T>(visible_columns(w.spans[s], j0, lo, hi), lo, hi);

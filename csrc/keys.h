@@ -14,7 +14,7 @@ template <class T, class A = T> struct PackedKeys {
   uint32_t* bad;                       // one bit for each key of a panel
   int64_t panels, pitch, depth, D, E;  // pitch and depth: operands of all keys, and of a key
   bool checks, any_bad;
-  T longest;  // the largest sum of squares of a key that was packed, where it is asked for; infinity if it is not known
+  T longest;  // the largest sum of squares of a key that was packed, if requested; infinity if it is not known
   bool measures;
   bool direct;  // values are read where they lie: few rows use them, so that packing would not pay; until one is bad
 
@@ -85,12 +85,12 @@ template <class T, class A = T> struct PackedKeys {
     fetch_rows(v, key + NR<T>, NR<T>);
     A* const transposed_panel = transposed + key * depth;
     A* const value_rows = values + key / terms<A> * NR<T>;
-    bool found = pack_transposed(k, key, factor, transposed_panel);
-    if (!direct) found |= pack_panels(v, key, NR<T>, value_rows, pitch * NR<T>);
+    bool non_finite = pack_transposed(k, key, factor, transposed_panel);
+    if (!direct) non_finite |= pack_panels(v, key, NR<T>, value_rows, pitch * NR<T>);
     ready[panel] = 1;
     bad[panel] = 0;
-    if (measures) longest = found ? T(infinity) : greatest(longest, longest_square(transposed_panel, factor));
-    if (!found || !checks) return;
+    if (measures) longest = non_finite ? T(infinity) : greatest(longest, longest_square(transposed_panel, factor));
+    if (!non_finite || !checks) return;
     for (int64_t lane = 0; lane < NR<T> && key + lane < k.rows; ++lane) {
       if (!row_is_bad<T>(k, key + lane) && !row_is_bad<T>(v, key + lane)) continue;
       for (int64_t d = 0; d < D; ++d) clear_term(transposed_panel + d / terms<A> * NR<T> + lane, d);

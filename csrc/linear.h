@@ -48,7 +48,7 @@ template <class T> REGARD_INLINE const T* panels_at(const T* panels, int64_t pan
   return panels + column / NR<T> * panel + column % NR<T>;
 }
 
-// Up to a chunk of rows, turned, each panel with room for `depth` >= columns rows. Returns whether NaN or an infinity was met.
+// Up to a chunk of rows, transposed, each panel with room for `depth` >= columns rows. Returns whether NaN or an infinity was met.
 template <class T> bool transpose_rows(const Matrix& x, int64_t row, int64_t rows, int64_t depth, T* out) {
   bool bad = false;
   for (int64_t p = 0; p < rows; p += NR<T>) bad |= pack_transposed<T>(x, row + p, T(1), out + p * depth);

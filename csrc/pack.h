@@ -91,13 +91,13 @@ struct Prefetcher {
 // Whether a row, times a scale, holds NaN or an infinity.
 template <class T> __attribute__((noinline)) bool row_is_bad(const void* row, int64_t columns, int64_t stride,
                                                              int32_t dtype, T scale = 1) {
-  IntVec<T> found{};
+  IntVec<T> non_finite{};
   with_key_storage<T>(dtype, [&](auto stored) {
     using S = typename decltype(stored)::type;
     for (int64_t c = 0; c < columns; c += lanes<T>)
-      found |= not_finite<T>(load_some((const S*)row + c * stride, stride, columns - c) * scale);
+      non_finite |= not_finite<T>(load_some((const S*)row + c * stride, stride, columns - c) * scale);
   });
-  return any_lane(found);
+  return any_lane(non_finite);
 }
 template <class T> bool row_is_bad(const Matrix& x, int64_t row) {
   return row_is_bad<T>(row_of(x, row), x.columns, x.column_stride, x.dtype, T(x.scale_of(row)));

@@ -26,12 +26,12 @@ template <class Bits> REGARD_INLINE Bits load_halves(const bfloat16* row, int64_
 
 // Gathers whether a NaN or an infinity passed by: only their exponent carries into the sign.
 struct NonFinitePairs {
-  Word found{};
+  Word carries{};
   REGARD_INLINE Word operator()(Word x) {
-    found |= ((x & 0x7f80) + 0x80) | ((x & 0x7f800000) + 0x800000);
+    carries |= ((x & 0x7f80) + 0x80) | ((x & 0x7f800000) + 0x800000);
     return x;
   }
-  REGARD_INLINE bool bad() const { return any_lane(found & 0x80008000); }
+  REGARD_INLINE bool bad() const { return any_lane(carries & 0x80008000); }
 };
 
 // Squares of lanes x lanes words, from `words(i, column)` of line i, transposed: out[column / 2][width] + i.

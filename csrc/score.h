@@ -99,27 +99,27 @@ template <class T> struct AdditiveScore {
     if (!layout.ok) return REGARD_TOO_LARGE;
     if (!memory.reserve(layout.bytes)) return REGARD_NO_MEMORY;
 
-    AdditiveRange<T>* found = (AdditiveRange<T>*)((char*)memory.data + ranges);
-    for (int64_t t = 0; t < 2 * p.threads; ++t) found[t] = {};
+    AdditiveRange<T>* extents = (AdditiveRange<T>*)((char*)memory.data + ranges);
+    for (int64_t t = 0; t < 2 * p.threads; ++t) extents[t] = {};
     auto scan = [&](int thread, int threads) {
       for (int64_t n = thread; n < p.B * (p.H + p.G); n += threads) {
         const int64_t b = n / (p.H + p.G), head = n % (p.H + p.G);
-        if (head < p.H) found[2 * thread].include(matrix_of(p.q, p.dtype, b, head, p.Q, D));
-        else found[2 * thread + 1].include(matrix_of(p.k, p.dtype, b, head - p.H, p.K, D));
+        if (head < p.H) extents[2 * thread].include(matrix_of(p.q, p.dtype, b, head, p.Q, D));
+        else extents[2 * thread + 1].include(matrix_of(p.k, p.dtype, b, head - p.H, p.K, D));
       }
       return int(REGARD_OK);
     };
     if (const int status = parallel(p.threads, scan)) return status;
-    for (int64_t t = 1; t < p.threads; ++t) found[0].include(found[2 * t]), found[1].include(found[2 * t + 1]);
+    for (int64_t t = 1; t < p.threads; ++t) extents[0].include(extents[2 * t]), extents[1].include(extents[2 * t + 1]);
 
-    const bool small = AdditiveWeight<T>::small(found[0], found[1]);
+    const bool small = AdditiveWeight<T>::small(extents[0], extents[1]);
     mode = small ? AdditiveMode::small : AdditiveMode::paired;
     for (int64_t h = 0; h < heads; ++h) {
       const T* source = (const T*)given.data + h * given.stride[1];
       T* storage = (T*)((char*)memory.data + numbers) + h * 3 * D;
       const AdditiveWeight<T> weight(source, given.stride[3], D, storage);
       ((AdditiveWeight<T>*)memory.data)[h] = weight;
-      if (!small) mode = greatest(mode, weight.mode(found[0], found[1]));
+      if (!small) mode = greatest(mode, weight.mode(extents[0], extents[1]));
     }
     return REGARD_OK;
   }

@@ -138,8 +138,8 @@ template <class T, class Score> struct Statistics : Strips<T, Statistics<T, Scor
       }
     for (int64_t c = lo; c < hi; c += lanes<T>) {
       const Vec<T> x = load(logits + c);
-      for (uint32_t found = lane_bits((x >= least) & (x > kept[top - 1])); found; found &= found - 1) {
-        const int64_t lane = c + __builtin_ctz(found);
+      for (uint32_t above = lane_bits((x >= least) & (x > kept[top - 1])); above; above &= above - 1) {
+        const int64_t lane = c + __builtin_ctz(above);
         if (!(logits[lane] > kept[top - 1])) continue;
         int64_t t = top - 1;
         for (; t > 0 && logits[lane] > kept[t - 1]; --t) {

@@ -1,13 +1,13 @@
 // The loop that forward and inspection share: blocks of query rows over steps of keys, strip by strip.
 //
 // A strip is MR rows. Its scores for a step are computed, biased and masked, then passed to a visitor:
-//   workspace(memory)                               what it keeps for a block
-//   begin(room, strip)                         before the first step
-//   consume(room, walk, strip, rows, j0, lo, hi)  the logits of columns [lo, hi) of a step that begins at key j0; false if they
-//                                              are to be computed once more
-//   finish(room, walk, strip, rows)            after the last step
+//   workspace(memory)                                      what it keeps for a block
+//   start_strip(workspace, strip)                          before the first step
+//   consume(workspace, state, strip, rows, j0, lo, hi)     the logits of columns [lo, hi) of a step that begins at key j0;
+//                                                          false if they are to be computed once more
+//   finish(workspace, state, strip, rows)                  after the last step
 // and optionally
-//   plan(total)                                before the walk; `total` are the costs of the units, summed
+//   plan(total)                                            before the first block; `total` are the summed costs of the units
 #pragma once
 #include "dot.h"
 #include "keys.h"

@@ -40,8 +40,8 @@ template <class T, class Visitor, class Score> struct Gather : Strips<T, Visitor
     for (int r = 0; r < MR; ++r) workspace.totals[s * MR + r] = Vec<T>{};
   }
 
-  // The visitor defines where the sums of a row are, sums_of(room, walk, row), and which of them the keys of a strip
-  // contribute to, reach(walk, strip).
+  // The visitor defines where the sums of a row are, sums_of(workspace, state, row), and which of them the keys of a strip
+  // contribute to, reach(state, strip).
   struct Reach {
     int64_t first, last;
   };

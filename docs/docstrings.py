@@ -20,22 +20,22 @@ class Plain(Extension):
 
 def plain(text: str) -> str:
     """A docstring with its examples in fences and its named parts as items of a list."""
-    made: list[str] = []
+    lines: list[str] = []
     inside = False
     for line in text.splitlines():
         if line.startswith(">>>") and not inside:
             inside = True
-            made += ["", "```pycon"]
+            lines += ["", "```pycon"]
         elif inside and not line.strip():
             inside = False
-            made.append("```")
+            lines.append("```")
         if inside:
-            made.append(line)
+            lines.append(line)
         elif NAMED.match(line):
             names, words = line.split(": ", 1)
-            if made and made[-1] and not made[-1].startswith(("- ", " ")):
-                made.append("")
-            made.append(f"- {', '.join(f'`{name}`' for name in names.split(', '))}: {words}")
+            if lines and lines[-1] and not lines[-1].startswith(("- ", " ")):
+                lines.append("")
+            lines.append(f"- {', '.join(f'`{name}`' for name in names.split(', '))}: {words}")
         else:
-            made.append(line)
-    return "\n".join([*made, "```"] if inside else made).replace("\n\n\n", "\n\n")
+            lines.append(line)
+    return "\n".join([*lines, "```"] if inside else lines).replace("\n\n\n", "\n\n")

@@ -10,8 +10,8 @@ def on_config(config: Any) -> Any:
     """Put them into the navigation, by name, before what is measured; mkdocs calls this."""
     folder = Path(config.docs_dir)
     named = set(paths(config.nav))
-    found = sorted(str(page.relative_to(folder)) for page in folder.rglob("*.md"))
-    left = [page for page in found if page not in named]
+    result = sorted(str(page.relative_to(folder)) for page in folder.rglob("*.md"))
+    left = [page for page in result if page not in named]
     for title, pages in (
         ("More", [page for page in left if not page.startswith("applications/")]),
         ("Applications", [page for page in left if page.startswith("applications/")]),

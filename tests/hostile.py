@@ -24,7 +24,7 @@ REFUSED = "refused"
 
 
 @dataclass
-class Found:
+class Computed:
     """One computation of a case: output, log-sum-exp, and gradients of query, key, value and parameters."""
 
     output: Tensor
@@ -49,7 +49,7 @@ def dropout_seed(case: Hostile) -> int | None:
     return int(torch.randint(2**62, (), dtype=torch.int64)) if case.call.description.get("dropout") else None
 
 
-def compute(case: Hostile, tensors: list[Tensor], engine: str | None) -> Found:
+def compute(case: Hostile, tensors: list[Tensor], engine: str | None) -> Computed:
     inputs = [tensor.detach().requires_grad_() for tensor in tensors]
     torch.manual_seed(5)
     output, lse = rg.attention(*inputs, engine=engine, return_lse=True, **case.call.description)
@@ -58,9 +58,9 @@ def compute(case: Hostile, tensors: list[Tensor], engine: str | None) -> Found:
     pairs = [(y, d) for y, d in ((output, d_output), (lse, d_lse)) if y.requires_grad]
     learned = [*inputs, *case.call.learned]
     if not pairs:
-        return Found(output, lse, [None] * len(learned))
+        return Computed(output, lse, [None] * len(learned))
     gradients = torch.autograd.grad([y for y, _ in pairs], learned, [d for _, d in pairs], allow_unused=True)
-    return Found(output.detach(), lse.detach(), list(gradients))
+    return Computed(output.detach(), lse.detach(), list(gradients))
 
 
 @dataclass
@@ -133,7 +133,7 @@ def refuses(case: Hostile) -> None:
     raise AssertionError("the description does not fit the call, and an engine computes it")
 
 
-def same_bits(ours: Found, again: Found) -> None:
+def same_bits(ours: Computed, again: Computed) -> None:
     pairs = zip([ours.output, ours.lse, *ours.gradients], [again.output, again.lse, *again.gradients], strict=True)
     for one, other in pairs:
         if one is not None and other is not None:
@@ -158,7 +158,7 @@ def within(name: str, ours: Tensor, exact: Tensor, bound: Tensor, where: Tensor 
     )
 
 
-def compare(case: Hostile, reach: Reach, ours: Found, judged: Judged) -> None:
+def compare(case: Hostile, reach: Reach, ours: Computed, judged: Judged) -> None:
     assert torch.equal(ours.lse.isneginf()[reach.rows], judged.lse.isneginf()[reach.rows]), "lse is -inf elsewhere"
     within("output", ours.output, judged.output, judged.output_bound, reach.rows)
     within("lse", ours.lse, judged.lse, judged.lse_bound, reach.rows)

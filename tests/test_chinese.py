@@ -36,10 +36,10 @@ def chinese_texts() -> list[Path]:
 
 
 def test_ruled_out_words_occur_nowhere() -> None:
-    found = chinese_texts()
-    names = {file.name for file in found}
+    actual = chinese_texts()
+    names = {file.name for file in actual}
     assert {"README.zh.md", "words.json", "live_words.json", "mechanism.py", "terms.md", "tutorial.md"} <= names
-    for file in found:
+    for file in actual:
         text = file.read_text("utf-8")
         for word, better in RULED_OUT.items():
             assert word not in text, f"{file.relative_to(ROOT)} says {word}; docs/zh/terms.md says {better}"

@@ -85,18 +85,18 @@ def compiled_for(name: str) -> Iterator[list[tuple[str, Any]]]:
     from triton.runtime import driver
 
     target = GPUTarget("hip", name, 64) if name.startswith("gfx") else GPUTarget("cuda", int(name[3:]), 32)
-    found: list[tuple[str, Any]] = []
+    result: list[tuple[str, Any]] = []
     seen = []
 
     def compile_kernel(_: torch.device, kernel: Any, programs: int, *arguments: Any, **constants: Any) -> None:
         kernel.device_caches.clear()
         seen.append(kernel)
-        found.append((kernel.fn.__name__, kernel.warmup(*arguments, grid=(programs,), **constants)))
+        result.append((kernel.fn.__name__, kernel.warmup(*arguments, grid=(programs,), **constants)))
 
     driver.set_active(Driver(target))
     before, launch.launch = launch.launch, compile_kernel
     try:
-        yield found
+        yield result
     finally:
         launch.launch = before
         for kernel in seen:
@@ -109,10 +109,10 @@ def compile_case(target: str, case: str, attend: rg.Attention, width: int, dtype
     seed = torch.zeros((), dtype=torch.int64) if problem.dropout else None
     x, _, fixed, layout = prepare(problem, query, key, value, seed)
     wanted = [tensor is not None and name != "diagonal" for name, tensor in zip(x._fields, x, strict=True)]
-    with compiled_for(target) as found:
+    with compiled_for(target) as result:
         results = forward(x, fixed, layout)
         backward(x, fixed, layout, results, (results[0], None, None), wanted)
-    return [measure(target, kernel, compiled, case, width) for kernel, compiled in found]
+    return [measure(target, kernel, compiled, case, width) for kernel, compiled in result]
 
 
 def measure(target: str, kernel: str, compiled: Any, case: str, width: int) -> Compiled:
@@ -150,15 +150,15 @@ def assemble(ptx: str) -> tuple[int, int]:
 
 def faults(row: Compiled) -> list[str]:
     """What a compiled kernel must not be."""
-    found = []
+    result = []
     if row.shared > SHARED[row.target]:
-        found.append(f"takes {row.shared} bytes of shared memory of {SHARED[row.target]}")
+        result.append(f"takes {row.shared} bytes of shared memory of {SHARED[row.target]}")
     strict = row.target in ("sm_90", "sm_100") or (row.target == "sm_80" and row.kernel == "forward_kernel")
     if row.spills and strict and row.case != "additive":
-        found.append(f"spills {row.spills} bytes")
+        result.append(f"spills {row.spills} bytes")
     if not row.tensor_cores:
-        found.append("uses no tensor cores")
-    return found
+        result.append("uses no tensor cores")
+    return result
 
 
 def table(rows: list[Compiled]) -> str:

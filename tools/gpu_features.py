@@ -103,13 +103,13 @@ def compile_feature(target: str, name: str, parse: bool) -> None:
     lse = torch.zeros(query.shape[:3])
     mass = torch.zeros((*query.shape[:3], 2 * fixed.sizes[0] + 1) if fixed.sizes[1] else (0,))
     given = [tensor is not None for tensor in x]
-    with compiled_for(target) as found, parsing() if parse else nullcontext():
+    with compiled_for(target) as result, parsing() if parse else nullcontext():
         if parse:
             launch.launch = ignore_stop(launch.launch)
         forward(x, fixed, layout)
         backward(x, fixed, layout, (query, lse, mass), (query, lse, mass if fixed.sizes[1] else None), given)
         jvp(x, fixed, layout, list(x))
-    for kernel, compiled in found:
+    for kernel, compiled in result:
         print(f"  {kernel}: {compiled.metadata.shared} bytes of shared memory", flush=True)
 
 

@@ -19,6 +19,8 @@ WORDS = {
     r"mend(s|ed|ing)?": "fix",
     r"nobody|whoever|whatever": "say which",
     r"simple means": "baselines",
+    r"somebody( else)?|anybody|everybody": "say who",
+    r"(re-)?laid": "stored, packed, expanded",
     r"in vain": "timed out, without success",
     r"of (its|their|your) own accord|by itself": "automatically, alone",
     r"learnt": "learned",
@@ -27,11 +29,13 @@ WORDS = {
 """Regular expressions of words, matched as whole words in any case, and what to write instead."""
 
 PARTICIPLES = (
-    "asked|became|begun|came|drawn|given|held|kept|known|laid|left|made|meant|said|seen|settled|shown|spoken|taken|told|"
+    "asked|became|begun|came|drawn|found|given|held|kept|known|laid|left|made|meant|said|seen|settled|shown|spoken|taken|told|"
     "turned|wanted|written"
 )
 NAMES = re.compile(rf"^\s*(?:async )?(?:def|class) ({PARTICIPLES})\b", re.IGNORECASE)
 """Functions and classes whose whole name is a participle: name what they do or are."""
+VARIABLES = re.compile(r"^\s*(?:for )?(?:\w+, )*(found|said|told|made)(?:, \w+)*(?:: [^=]+)? (?:=|in) ")
+"""Variables that say that something was computed, not what it is."""
 
 SUFFIXES = {".py", ".cpp", ".h", ".js", ".html", ".md", ".toml", ".yml", ".txt"}
 EXEMPT = {"tools/style.py", "tests/tools/test_style.py", "tests/view/test_alignment.py"}  # the last has a sample text
@@ -51,6 +55,8 @@ def problems(path: str, text: str) -> Iterator[str]:
                 yield f"{path}:{number}: {match.group()!r}: {advice}"
         if path.endswith(".py") and (name := NAMES.match(line)):
             yield f"{path}:{number}: {name[1]!r} is a participle: name what it does (a verb) or is (a noun)"
+        if path.endswith(".py") and (name := VARIABLES.match(line)):
+            yield f"{path}:{number}: {name[1]!r}: name what the variable holds"
 
 
 def message_problems(message: str) -> Iterator[str]:

@@ -14,7 +14,7 @@ from typer.testing import CliRunner
 import regard as rg
 from regard.check import Finding, check_model
 from regard.check.model import reports
-from regard.check.model.layout import Row, chunks, packed, padded
+from regard.check.model.layout import Row, chunks, packed_rows, padded_rows
 from regard.check.model.loading import load_model
 from regard.check.model.promise import Promise
 from regard.errors import UserError
@@ -153,10 +153,10 @@ def test_a_model_that_cannot_be_called_is_a_user_error() -> None:
 
 
 def test_layouts() -> None:
-    assert [row.texts for row in padded(4, "left")] == [(0, 0, 0, 0), (-1, -1, 0, 0), (-1, -1, 0, 0)]
-    assert padded(6, "right")[1].tokens.tolist() == [0, 1, 2, 9, 10, 11]
-    assert packed(8)[0].positions.tolist() == [0, 1, 2, 3, 0, 1, 0, 1]
-    assert packed(8)[0].tokens.tolist() == list(range(8))
+    assert [row.texts for row in padded_rows(4, "left")] == [(0, 0, 0, 0), (-1, -1, 0, 0), (-1, -1, 0, 0)]
+    assert padded_rows(6, "right")[1].tokens.tolist() == [0, 1, 2, 9, 10, 11]
+    assert packed_rows(8)[0].positions.tolist() == [0, 1, 2, 3, 0, 1, 0, 1]
+    assert packed_rows(8)[0].tokens.tolist() == list(range(8))
     assert [sum(chunks(n)) for n in range(1, 20)] == list(range(1, 20))
 
 

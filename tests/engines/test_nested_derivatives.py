@@ -54,8 +54,8 @@ def test_batched_gradients_and_their_gradients(engine: str) -> None:
     by = torch.stack([normal(*output.shape, seed=seed) for seed in range(3)])
     batched = torch.autograd.grad(output, inputs, by, is_grads_batched=True, create_graph=True)
     separate = [torch.autograd.grad(output, inputs, one, create_graph=True) for one in by]
-    for found, theirs in zip(batched, zip(*separate, strict=True), strict=True):
-        close(found, torch.stack(theirs))
+    for actual, theirs in zip(batched, zip(*separate, strict=True), strict=True):
+        close(actual, torch.stack(theirs))
     again = torch.autograd.grad(torch.cat([x.flatten() for x in batched]).square().sum(), inputs, retain_graph=True)
     every = torch.cat([x.flatten() for some in separate for x in some])
     expected = torch.autograd.grad(every.square().sum(), inputs)
@@ -76,7 +76,7 @@ def test_transforms_nest(transform: str, engine: str | None, which: int) -> None
         allowed = torch.ones(4, 4, dtype=torch.bool).tril()
         return (q / math.sqrt(D) @ heads(k).mT).masked_fill(~allowed, -math.inf).softmax(-1) @ heads(v)
 
-    def found(x: Tensor) -> Tensor:
+    def actual(x: Tensor) -> Tensor:
         inputs = (*small[:which], x, *small[which + 1 :])
         try:
             return rg.attention(*inputs, engine=engine, **case.describe())
@@ -85,7 +85,7 @@ def test_transforms_nest(transform: str, engine: str | None, which: int) -> None
             return rg.attention(*inputs, **case.describe())  # an engine that raises is replaced by the default
 
     x, t = small[which], tangent[:1, :, :4]
-    close([NESTED[transform](found, x, t)], [NESTED[transform](expected, x, t)])
+    close([NESTED[transform](actual, x, t)], [NESTED[transform](expected, x, t)])
 
 
 @pytest.mark.parametrize("engine", [None, *NEEDED])

@@ -195,10 +195,10 @@ def tangents(attend: rg.Attention, tensors: list[Tensor]) -> None:
 
 
 def functional_gradient(attend: rg.Attention, tensors: list[Tensor]) -> None:
-    found = torch.func.grad(lambda query: attend(query, *tensors[1:]).sin().sum())(tensors[0])
+    actual = torch.func.grad(lambda query: attend(query, *tensors[1:]).sin().sum())(tensors[0])
     query = tensors[0].double().requires_grad_()
     (wanted,) = torch.autograd.grad(expected(attend, [query, *tensors[1:]]).sin().sum(), query)
-    assert close(found, wanted)
+    assert close(actual, wanted)
 
 
 def traced(attend: rg.Attention, tensors: list[Tensor]) -> None:

@@ -91,11 +91,11 @@ def test_gradients_of_the_log_sum_exp(mask: str) -> None:
 def test_second_derivatives(mask: str) -> None:
     x, wide = leaves(), [tensor.double().requires_grad_() for tensor in tokens()]
     attend = warm_attention(mask, x)
-    found = []
+    actual = []
     for function, some in ((attend, x), (lambda *given: expected(attend, list(given)), wide)):
         first = torch.autograd.grad(function(*some).sin().sum(), some, create_graph=True)
-        found.append(torch.autograd.grad(sum(grad.square().sum() for grad in first), some))
-    assert are_close(*found)
+        actual.append(torch.autograd.grad(sum(grad.square().sum() for grad in first), some))
+    assert are_close(*actual)
 
 
 def other_layout(tensor: Tensor) -> Tensor:

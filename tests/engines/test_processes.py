@@ -127,9 +127,9 @@ for _ in range(4):
     child = os.fork()
     if child == 0:
         with torch.no_grad():
-            found = rg.attention(q, q, q, mask=rg.causal(), engine="native").numpy()
+            output = rg.attention(q, q, q, mask=rg.causal(), engine="native").numpy()
             raised = rg.Attention(mask=rg.causal()).statistics(q, q).lse.numpy()
-        os._exit(0 if abs(found - before).max() < 1e-5 and (raised == raised).all() else 1)
+        os._exit(0 if abs(output - before).max() < 1e-5 and (raised == raised).all() else 1)
     children.append(child)
 raise SystemExit(max(os.waitpid(child, 0)[1] for child in children))
 """

@@ -16,7 +16,7 @@ from regard.engines.select import ENGINES
 from tests.bounds import judge
 from tests.definition import Reader, dense
 from tests.engines.calls import normal
-from tests.hostile import Found, check, within
+from tests.hostile import Computed, check, within
 from tests.strategies import Call, Hostile, calls
 
 WITH_LSE = [name for name in ENGINES if name not in ("sdpa", "flex", "triton")]  # triton has tests/engines/triton
@@ -139,7 +139,7 @@ def test_the_bound_holds_for_dense_torch_in_float32(call: Call, twice: bool) -> 
         assume("shaw" not in repr(call.description.get("bias")))
     with torch.no_grad():
         actual = dense(*tensors, call.description, Reader(torch.float32))
-    ours = Found(actual.output, actual.lse, [])
+    ours = Computed(actual.output, actual.lse, [])
     within("output", ours.output, judged.output, judged.output_bound)
     within("lse", ours.lse.masked_fill(judged.lse.isneginf(), 0.0), judged.lse, judged.lse_bound)
 

@@ -194,9 +194,9 @@ def test_what_flash_attn_refuses_for_a_cache_raises() -> None:
 def test_pages_after_the_end_of_a_row_are_not_read() -> None:
     (q,), caches = tensors(1, (2, 1, 4, 8)), tensors(2, (5, 4, 2, 8), (5, 4, 2, 8))
     lengths = torch.tensor([3, 10])
-    found = flash_attn_with_kvcache(
+    actual = flash_attn_with_kvcache(
         q, *caches, cache_seqlens=lengths, block_table=torch.tensor([[2, 10**6, -7], [0, 4, 1]]), causal=True
     )
     for row, pages in enumerate(([2], [0, 4, 1])):
         k, v = (cache[pages].flatten(0, 1)[: lengths[row]] for cache in caches)
-        torch.testing.assert_close(found[row], define(q[row], k, v)[0])
+        torch.testing.assert_close(actual[row], define(q[row], k, v)[0])

@@ -52,11 +52,11 @@ def test_continuous_batching_generates_the_tokens_of_eager_attention(
     for prompt in prompts:
         ids = torch.tensor([prompt])
         expected.append(model.generate(ids, attention_mask=torch.ones_like(ids), generation_config=options)[0].tolist())
-    masks, paged = [], integration._paged
-    monkeypatch.setattr(integration, "_paged", lambda *args: masks.append(paged(*args)) or masks[-1])
+    masks, paged = [], integration._paged_pattern
+    monkeypatch.setattr(integration, "_paged_pattern", lambda *args: masks.append(paged(*args)) or masks[-1])
     model.set_attn_implementation(implementation)
-    found = model.generate_batch(prompts, generation_config=options, progress_bar=False)
-    rows = [found[key] for key in sorted(found, key=lambda key: int(key.split("_")[-1]))]
+    actual = model.generate_batch(prompts, generation_config=options, progress_bar=False)
+    rows = [actual[key] for key in sorted(actual, key=lambda key: int(key.split("_")[-1]))]
     assert [prompt + row.generated_tokens for prompt, row in zip(prompts, rows, strict=True)] == expected
     assert model.config._attn_implementation == "regard"
     assert masks, "regard did not attend to the paged cache"
@@ -66,8 +66,8 @@ def test_continuous_batching_generates_the_tokens_of_eager_attention(
 def test_other_attentions_still_take_part_in_continuous_batching() -> None:
     model = build("llama")
     options = hf.GenerationConfig(max_new_tokens=2, do_sample=False, eos_token_id=-1, pad_token_id=0)
-    found = model.generate_batch([[5, 6, 7]], generation_config=options, progress_bar=False)
-    assert [len(row.generated_tokens) for row in found.values()] == [2]
+    actual = model.generate_batch([[5, 6, 7]], generation_config=options, progress_bar=False)
+    assert [len(row.generated_tokens) for row in actual.values()] == [2]
 
 
 class Paged:
@@ -120,12 +120,12 @@ def test_keys_chosen_by_an_indexer_are_those_of_eager_attention(name: str, monke
             expected = model(ids, attention_mask=mask).logits
             tokens = model.generate(ids, attention_mask=mask, max_new_tokens=5, do_sample=False)
             model.set_attn_implementation("regard")
-            found = model(ids, attention_mask=mask).logits
+            actual = model(ids, attention_mask=mask).logits
             assert calls == [4, 4]
             again = model.generate(ids, attention_mask=mask, max_new_tokens=5, do_sample=False)
     finally:
         hf.AttentionInterface.register("regard", attend)
-    torch.testing.assert_close(found[mask.bool()], expected[mask.bool()], rtol=0, atol=1e-5)
+    torch.testing.assert_close(actual[mask.bool()], expected[mask.bool()], rtol=0, atol=1e-5)
     assert torch.equal(again, tokens)
 
 

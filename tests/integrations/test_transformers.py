@@ -85,7 +85,7 @@ def test_masks_are_not_materialised_unless_the_model_reads_them(
     name: str, calls: list[dict], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def read_ignore_mask(*_: Any) -> None:
-        raise AssertionError("a mask was laid out")
+        raise AssertionError("a dense mask was built")
 
     model, inputs = build(name)
     model.set_attn_implementation("regard")

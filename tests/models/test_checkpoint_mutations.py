@@ -92,12 +92,12 @@ def check(name: str, model: Any, folder: Path) -> str | None:
     try:
         ours = rg.load(folder)
         with torch.no_grad():
-            found = t.ours(name, ours)
+            actual = t.ours(name, ours)
     except ValueError:
         return None
     with torch.no_grad():
         expected = t.result(t.theirs(name, model))
-    pairs = zip(found, expected, strict=True) if isinstance(found, tuple) else [(found, expected)]
+    pairs = zip(actual, expected, strict=True) if isinstance(actual, tuple) else [(actual, expected)]
     for own, other in pairs:
         own, other = t.real(name, own), t.real(name, other)
         if own.shape != other.shape:
@@ -114,12 +114,12 @@ def mutated(name: str) -> Iterator[tuple[str, list[dict[str, Any]]]]:
     for side in ("", "text_config", "vision_config"):
         for key, value in (whole.get(side, {}) if side else whole).items():
             if key not in UNUSED:
-                found = []
+                actual = []
                 for change in changes(key, value):
                     values = copy.deepcopy(base)
                     (values.setdefault(side, {}) if side else values)[key] = change
-                    found.append(values)
-                yield f"{side}.{key}" if side else key, found
+                    actual.append(values)
+                yield f"{side}.{key}" if side else key, actual
 
 
 @pytest.mark.filterwarnings("ignore::UserWarning")
@@ -164,9 +164,9 @@ def test_every_rotary_embedding_is_followed_or_refused(name: str, form: str, tmp
         folder = tmp_path / label
         model.save_pretrained(folder)
         if form == "rope_scaling":  # as older releases wrote it
-            said = json.loads((folder / "config.json").read_text())
-            said.pop("rope_parameters")
-            (folder / "config.json").write_text(json.dumps(said | {"rope_theta": 1000.0, "rope_scaling": rotary}))
+            written = json.loads((folder / "config.json").read_text())
+            written.pop("rope_parameters")
+            (folder / "config.json").write_text(json.dumps(written | {"rope_theta": 1000.0, "rope_scaling": rotary}))
             try:
                 model = kind.from_pretrained(folder, attn_implementation="eager").eval()
             except Exception:  # configurations fail in any way

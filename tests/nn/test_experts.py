@@ -111,8 +111,8 @@ def test_routing_equals_its_definition(routing: rg.nn.Routing) -> None:
     chosen, shares = routing(logits, 4, correction)
     for row in range(50):
         expected = route(logits[row].tolist(), [0.0] * 12 if correction is None else correction.tolist(), routing, 4)
-        found = dict(zip(chosen[row].tolist(), shares[row].tolist(), strict=True))
-        assert found == pytest.approx(expected)
+        actual = dict(zip(chosen[row].tolist(), shares[row].tolist(), strict=True))
+        assert actual == pytest.approx(expected)
 
 
 def test_shared_experts_are_added_with_a_gate() -> None:

@@ -107,10 +107,10 @@ DEFINITIONS: dict[str, Callable] = {
 def test_outputs_and_gradients_equal_the_definition(name: str) -> None:
     layer = LAYERS[name](rg.Attention(mask=rg.causal()))
     x = torch.randn(1, 9, D, dtype=torch.float64, requires_grad=True)
-    found, expected = layer(x), DEFINITIONS[name](layer, x[0], torch.ones(9, 9).tril().bool())[None]
-    torch.testing.assert_close(found, expected, rtol=0, atol=1e-12)
-    inputs, upstream = (x, *layer.parameters()), torch.randn_like(found)
-    for ours, theirs in zip(*(torch.autograd.grad(y, inputs, upstream) for y in (found, expected)), strict=True):
+    actual, expected = layer(x), DEFINITIONS[name](layer, x[0], torch.ones(9, 9).tril().bool())[None]
+    torch.testing.assert_close(actual, expected, rtol=0, atol=1e-12)
+    inputs, upstream = (x, *layer.parameters()), torch.randn_like(actual)
+    for ours, theirs in zip(*(torch.autograd.grad(y, inputs, upstream) for y in (actual, expected)), strict=True):
         torch.testing.assert_close(ours, theirs, rtol=0, atol=1e-11)
 
 
@@ -262,16 +262,16 @@ def test_shared_keys_equal_the_definition() -> None:
     assert not {id(p) for p in owner.parameters()} & {id(p) for p in reader.parameters()}
     context, x = rg.nn.LayerContext(), torch.randn(1, 6, D, dtype=torch.float64, requires_grad=True)
     y = owner(x, context=context)
-    found = reader(y, context=context)
+    actual = reader(y, context=context)
     k, v = affine(owner.qkv, x[0])[:, 16:].split([8, 8], -1)
     q = affine(reader.qkv, y[0]).chunk(2, -1)
     weights = softmaxes(list(q), list(k.chunk(2, -1)), torch.ones(6, 6).tril().bool())
     heads = [w @ value for w, value in zip(weights, v.chunk(2, -1), strict=True)]
     expected = affine(reader.output, torch.cat(heads, -1))[None]
-    torch.testing.assert_close(found, expected)
+    torch.testing.assert_close(actual, expected)
     inputs = (x, *owner.parameters(), *reader.parameters())
     for ours, theirs in zip(*(torch.autograd.grad(each.square().sum(), inputs, retain_graph=True)
-                              for each in (found, expected)), strict=True):  # fmt: skip
+                              for each in (actual, expected)), strict=True):  # fmt: skip
         torch.testing.assert_close(ours, theirs)
 
 
@@ -283,8 +283,8 @@ def test_a_stack_with_shared_keys_decodes_the_same_as_a_full_pass(mask: str) -> 
         stack = shared_stack(mask, rotary)
         for steps in STEPS:
             caches = stack.cache()
-            found = torch.cat([stack(x[:, at], cache=caches) for at in spans(steps)], 1)
-            close(found, stack(x, mask=seen_so_far(steps)))
+            actual = torch.cat([stack(x[:, at], cache=caches) for at in spans(steps)], 1)
+            close(actual, stack(x, mask=seen_so_far(steps)))
             assert [cache.seen_tokens for cache in caches] == [N, 0, N, 0]
 
 

@@ -73,10 +73,10 @@ def test_both_forms_and_their_gradients_equal_the_definition(absorb: bool | None
     layer = build(absorb=absorb, d_query_latent=compressed)
     x = torch.randn(1, 9, 16, dtype=torch.float64, requires_grad=True)
     expected = definition(layer, x[0], torch.ones(9, 9).tril().bool())[None]
-    found = layer(x)
-    torch.testing.assert_close(found, expected, rtol=0, atol=1e-12)
-    inputs, upstream = (x, *layer.parameters()), torch.randn_like(found)
-    for ours, theirs in zip(*(torch.autograd.grad(y, inputs, upstream) for y in (found, expected)), strict=True):
+    actual = layer(x)
+    torch.testing.assert_close(actual, expected, rtol=0, atol=1e-12)
+    inputs, upstream = (x, *layer.parameters()), torch.randn_like(actual)
+    for ours, theirs in zip(*(torch.autograd.grad(y, inputs, upstream) for y in (actual, expected)), strict=True):
         torch.testing.assert_close(ours, theirs, rtol=0, atol=1e-11)
 
 
@@ -116,13 +116,13 @@ def test_padding_and_packing_equal_separate_calls(absorb: bool) -> None:
 @torch.no_grad()
 def test_a_cache_in_fewer_bytes_is_near_in_both_forms(dtype: torch.dtype) -> None:
     x = torch.randn(1, 20, 16)
-    found = []
+    actual = []
     for absorb in (False, True):
         layer = build(absorb=absorb).float()
         cache = layer.cache(dtype=dtype)
-        found.append(torch.cat([layer(part, cache=cache) for part in x.split(7, 1)], 1))
-        assert (found[-1] - layer(x)).abs().max() < 0.05 * layer(x).abs().max()
-    torch.testing.assert_close(*found, rtol=0, atol=1e-5)
+        actual.append(torch.cat([layer(part, cache=cache) for part in x.split(7, 1)], 1))
+        assert (actual[-1] - layer(x)).abs().max() < 0.05 * layer(x).abs().max()
+    torch.testing.assert_close(*actual, rtol=0, atol=1e-5)
 
 
 @torch.no_grad()

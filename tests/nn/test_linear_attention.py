@@ -78,8 +78,8 @@ def test_the_norm_of_small_outputs_does_not_depend_on_the_dtype(dtype):
     layer, x = build("Retention"), torch.randn(1, 9, 16, dtype=torch.float64)
     with torch.no_grad():
         layer.value.weight.mul_(1e-3)
-        exact, found = layer(x), layer.to(dtype)(x.to(dtype))
-    assert (found - exact).abs().max() < 8 * torch.finfo(dtype).eps * exact.abs().max()
+        exact, actual = layer(x), layer.to(dtype)(x.to(dtype))
+    assert (actual - exact).abs().max() < 8 * torch.finfo(dtype).eps * exact.abs().max()
 
 
 @layers

@@ -53,8 +53,8 @@ UNCHANGED = ("neutral values", "both lengths", "beams", "beams that stop early",
 def _theirs(folder: Path, kind: str, ids: list[int], **options: Any) -> list[int]:
     model = getattr(transformers, kind).from_pretrained(folder, attn_implementation="eager").eval()
     given = torch.tensor([ids])
-    found = model.generate(given, attention_mask=torch.ones_like(given), use_cache=False, **options)[0].tolist()
-    return found[len(ids) :] if not model.config.is_encoder_decoder else found[1:]
+    actual = model.generate(given, attention_mask=torch.ones_like(given), use_cache=False, **options)[0].tolist()
+    return actual[len(ids) :] if not model.config.is_encoder_decoder else actual[1:]
 
 
 def _language(folder: Path, **options: Any) -> LanguagePredictor:
@@ -82,10 +82,10 @@ def test_language_models_generate_as_transformers(name: str, tmp_path: Path) -> 
     folder = save_checkpoint(
         tmp_path / "folder", "llama", pairs=False, generation_config=values | {"eos_token_id": stop, "pad_token_id": 0}
     )
-    found = list(_language(folder).generate(PROMPT))
-    assert found == _until(_theirs(folder, "LlamaForCausalLM", PROMPT), stop)
+    actual = list(_language(folder).generate(PROMPT))
+    assert actual == _until(_theirs(folder, "LlamaForCausalLM", PROMPT), stop)
     if name not in UNCHANGED:
-        assert found != _until(free, stop)
+        assert actual != _until(free, stop)
 
 
 PAIRS = {"t5": "T5ForConditionalGeneration", "marian": "MarianMTModel", "bart": "BartForConditionalGeneration"}

@@ -106,7 +106,7 @@ DESCRIPTIONS: dict[str, Callable[[Callable[[Tensor], Tensor]], dict[str, Any]]] 
 
 @pytest.mark.parametrize("name", DESCRIPTIONS)
 def test_attention(name: str, device: torch.device) -> None:
-    found = []
+    actual = []
     for place in (CPU, device):
         query, key, value = (draw(2, H, N, 8, seed=n).to(place).requires_grad_() for n in range(3))
         attend = rg.Attention(**DESCRIPTIONS[name](lambda tensor, place=place: tensor.to(place)))
@@ -117,9 +117,9 @@ def test_attention(name: str, device: torch.device) -> None:
             results += [output, *torch.autograd.grad(output.sum(), (query, key, value))]
         statistics = attend.statistics(query.detach(), key.detach(), top=2)
         results += [attend.weights(query, key, rows=[1, 2]), attend.map(query.detach(), key.detach(), size=(3, 3))]
-        found.append([*results, statistics.lse, statistics.entropy])
+        actual.append([*results, statistics.lse, statistics.entropy])
         attend.explain(query, key, value)
-    same(found[1], found[0])
+    same(actual[1], actual[0])
 
 
 @pytest.mark.parametrize("name", DESCRIPTIONS)
@@ -149,20 +149,20 @@ MODULES: dict[str, Callable[[], nn.Module]] = {
 def test_modules(name: str, device: torch.device) -> None:
     torch.manual_seed(0)
     module = MODULES[name]()
-    found = []
+    actual = []
     for place in (CPU, device):
         own = deepcopy(module).to(place)
         output = own(draw(2, 7, 16, seed=1).to(place))
         output = output[0] if isinstance(output, tuple) else output
         output.square().sum().backward()
         grads = [parameter.grad for parameter in own.parameters() if parameter.grad is not None]
-        found.append([output.detach(), *grads])
-    same(found[1], found[0])
+        actual.append([output.detach(), *grads])
+    same(actual[1], actual[0])
 
 
 @pytest.mark.parametrize("name", models.CASES)
 def test_models(name: str, device: torch.device, monkeypatch: pytest.MonkeyPatch) -> None:
-    model, found = models.build(name), []
+    model, actual = models.build(name), []
     for place in (CPU, device):
         for given in ("FRAMES", "IMAGES", "TARGETS"):
             monkeypatch.setattr(models, given, getattr(models, given).to(place))
@@ -170,8 +170,8 @@ def test_models(name: str, device: torch.device, monkeypatch: pytest.MonkeyPatch
         output = models.CASES[name].call(own, models.IDS.to(place), models.MASK.to(place), [0, 1, 2, 3])
         output.square().sum().backward()
         assert all(each.grad is None or each.grad.device.type == place.type for each in own.parameters())
-        found.append([output.detach()])
-    same(found[1], found[0])
+        actual.append([output.detach()])
+    same(actual[1], actual[0])
 
 
 @pytest.mark.parametrize("strategy", [None, rnn.Beam(2)], ids=str)

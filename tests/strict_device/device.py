@@ -31,12 +31,12 @@ class StrictTensor(Tensor):
 
     @staticmethod
     def __new__(cls, raw: Tensor) -> StrictTensor:
-        made = Tensor._make_wrapper_subclass(  # type: ignore[attr-defined]
+        tensor = Tensor._make_wrapper_subclass(  # type: ignore[attr-defined]
             cls, raw.shape, strides=raw.stride(), storage_offset=raw.storage_offset(), dtype=raw.dtype,
             device=torch.device(TYPE, 0),
         )  # fmt: skip
-        made.raw = raw
-        return made
+        tensor.raw = raw
+        return tensor
 
     __torch_function__ = torch._C._disabled_torch_function_impl
 

@@ -15,6 +15,9 @@ from tools.style import message_problems, problems
         "def made() -> int:",
         "class Seen:",
         "it stands here",
+        "    found = 1",
+        "for said, other in pairs:",
+        "keys are laid out",
     ],
 )
 def test_words_and_names_that_are_ruled_out_are_reported(line: str) -> None:
@@ -23,7 +26,16 @@ def test_words_and_names_that_are_ruled_out_are_reported(line: str) -> None:
 
 
 @pytest.mark.parametrize(
-    "line", ["G stands for key/value heads", "besides", "def make_mask() -> int:", "amendment", "storytold = 1"]
+    "line",
+    [
+        "G stands for key/value heads",
+        "besides",
+        "def make_mask() -> int:",
+        "amendment",
+        "storytold = 1",
+        "found_at = 1",
+        "if found == 1:",
+    ],
 )
 def test_ordinary_words_are_accepted(line: str) -> None:
     assert list(problems("a.py", line)) == []

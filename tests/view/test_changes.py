@@ -440,10 +440,10 @@ def test_pairs_are_refused_with_a_cache_that_drops_tokens(change: Change) -> Non
 
     def step_through(stop: int) -> Tensor:
         state, first = model.start_generation(ids[:, :3])
-        found = state.step(first)
+        actual = state.step(first)
         for n in range(3, stop):
-            found = state.step(ids[:, n : n + 1])
-        return found
+            actual = state.step(ids[:, n : n + 1])
+        return actual
 
     with ablate(model, change):
         torch.testing.assert_close(step_through(4), model(ids)[:, 3])
@@ -463,13 +463,13 @@ def test_gradients_under_changes_are_those_of_the_changed_model(checkpointing: b
     weight = model.layers[0].attention.qkv.weight
     with ablate(model, Change(layer=0, temperature=4.0)):
         output = model(x)
-    found = torch.autograd.grad(output.square().sum(), weight)[0]  # after the block
+    actual = torch.autograd.grad(output.square().sum(), weight)[0]  # after the block
     with torch.no_grad():
         weight[:16] /= 4.0  # queries; their biases below
         model.layers[0].attention.qkv.bias[:16] /= 4.0
     expected = torch.autograd.grad(model(x).square().sum(), weight)[0]
     expected[:16] /= 4.0
-    torch.testing.assert_close(found, expected)
+    torch.testing.assert_close(actual, expected)
 
 
 def test_a_capture_inside_an_ablation_keeps_its_changes(language: rg.models.LanguageModel) -> None:

@@ -110,29 +110,29 @@ def read(model: nn.Module) -> tuple[Part, ...]:
 
 
 def columns(parts: Any) -> list[Columns]:
-    found = [part for part in parts if isinstance(part, Columns)]
-    return found + [inner for part in found for inner in columns((*part.left, *part.right))]
+    actual = [part for part in parts if isinstance(part, Columns)]
+    return actual + [inner for part in actual for inner in columns((*part.left, *part.right))]
 
 
 def boxes(parts: Any) -> list[Box]:
     """Return all boxes in drawing order, without frames."""
-    found: list[Box] = []
+    actual: list[Box] = []
     for part in parts:
         if isinstance(part, Box):
-            found.append(part)
+            actual.append(part)
         elif isinstance(part, Columns):
-            found += boxes(part.left) + boxes(part.right)
+            actual += boxes(part.left) + boxes(part.right)
         else:
-            found += boxes(part.parts)
-    return found
+            actual += boxes(part.parts)
+    return actual
 
 
 def frames(parts: Any) -> list[Frame]:
-    found = [part for part in parts if isinstance(part, Frame)]
+    actual = [part for part in parts if isinstance(part, Frame)]
     for part in parts:
         inner = (*part.left, *part.right) if isinstance(part, Columns) else getattr(part, "parts", ())
-        found += frames(inner)
-    return found
+        actual += frames(inner)
+    return actual
 
 
 @pytest.fixture(params=MODELS)

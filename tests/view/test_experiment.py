@@ -421,9 +421,10 @@ def test_pairs_of_all_layers_are_those_of_the_shown_kind(browser: Any) -> None:
         settle(opened)
         weights = changed.weights(0, 1, kind="cross")
         cells = [[row, column] for row in range(5) for column in range(6)]
-        found = opened.page.evaluate(READ, ["right", cells, 5, 6])
+        actual = opened.page.evaluate(READ, ["right", cells, 5, 6])
         assert all(
-            is_rounded(shown, weights[row, column].item()) for (row, column), (shown,) in zip(cells, found, strict=True)
+            is_rounded(shown, weights[row, column].item())
+            for (row, column), (shown,) in zip(cells, actual, strict=True)
         )
     assert opened.errors == []
     opened.context.close()

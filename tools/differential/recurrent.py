@@ -83,11 +83,11 @@ def real_numbers(x: Tensor) -> Tensor:
 
 
 def retention(self: Any, x: Tensor, real: Tensor, positions: Tensor | None) -> Tensor:
-    turn, heads = self.rotary, self.heads
+    rotary, heads = self.rotary, self.heads
     q, k = (
         rg.rotary(
-            heads_of(linear(layer, x), heads).transpose(1, 2), positions, base=turn.base, d_rotary=turn.d_rotary,
-            interleaved=turn.interleaved, scaling=turn.scaling,
+            heads_of(linear(layer, x), heads).transpose(1, 2), positions, base=rotary.base, d_rotary=rotary.d_rotary,
+            interleaved=rotary.interleaved, scaling=rotary.scaling,
         ).transpose(1, 2)
         for layer in (self.query, self.key)
     )  # fmt: skip

@@ -114,13 +114,13 @@ def multi_head(
     """`MultiHeadAttention.forward` with every projection, norm and rotation on its own line, and no cache."""
     assert cache is None, "the yardstick knows no cache"
     context = LayerContext(mask, bias, positions) if context is None else context
-    q, k, v, extra = projected(self, x, source, context)
+    q, k, v, extra = project_inputs(self, x, source, context)
     if self.readers:
         context.share(self, (k, v), None, self.readers)
     return output(self, x, attend(context.combine(self.attend), q, k, v, extra=extra))
 
 
-def projected(
+def project_inputs(
     self: MultiHeadAttention, x: Tensor, source: Tensor | None, context: LayerContext
 ) -> tuple[Tensor, Tensor, Tensor, Tensor | None]:
     """Queries, keys and values (B, H or G, N, ...), and what disentangled attention adds to the scores."""
@@ -160,10 +160,10 @@ def scale_of(self: MultiHeadAttention) -> Tensor:
 
 
 def rotate(self: MultiHeadAttention | LatentAttention, x: Tensor, positions: Tensor | None) -> Tensor:
-    if (turn := self.rotary) is None:
+    if (rotary := self.rotary) is None:
         return x
     return rg.rotary(
-        x, positions, base=turn.base, d_rotary=turn.d_rotary, interleaved=turn.interleaved, scaling=turn.scaling
+        x, positions, base=rotary.base, d_rotary=rotary.d_rotary, interleaved=rotary.interleaved, scaling=rotary.scaling
     )
 
 
@@ -179,7 +179,7 @@ def output(self: MultiHeadAttention, x: Tensor, out: Tensor) -> Tensor:
 def differential(self: DifferentialAttention, x: Tensor, *, context: LayerContext | None = None) -> Tensor:
     """`DifferentialAttention.forward`: both softmaxes of a head read the values of its two key heads side by side."""
     context = LayerContext() if context is None else context
-    q, k, v, _ = projected(self, x, None, context)
+    q, k, v, _ = project_inputs(self, x, None, context)
     share = self.heads // self.kv_heads  # query heads of a key head
     keys = k.unflatten(1, (-1, 2)).repeat_interleave(share, 1).flatten(1, 2)
     values = torch.cat(v.unflatten(1, (-1, 2)).unbind(2), -1).repeat_interleave(2 * share, 1)
@@ -192,7 +192,7 @@ def differential(self: DifferentialAttention, x: Tensor, *, context: LayerContex
 def talking_heads(self: TalkingHeadsAttention, x: Tensor, *, context: LayerContext | None = None) -> Tensor:
     """`TalkingHeadsAttention.forward`: mix scores, take the weights, mix these."""
     context = LayerContext() if context is None else context
-    q, k, v, _ = projected(self, x, None, context)
+    q, k, v, _ = project_inputs(self, x, None, context)
     score: Any = self.attend.score
     scores = torch.einsum("hg,bgnd,bgkd->bhnk", self.score_mix, q, k) * scale_of(self).to(q)
     scores = scores if score.softcap is None else score.softcap * (scores / score.softcap).tanh()

@@ -58,7 +58,7 @@ class Yardstick:
 
     def outputs(self, dtype: torch.dtype = torch.float64) -> list[Tensor]:
         if dtype not in self.memory:
-            module, items = convert(self.module, dtype), converted(self.subject.items, dtype)
+            module, items = convert(self.module, dtype), convert_items(self.subject.items, dtype)
             with torch.no_grad(), use_reference():
                 self.memory[dtype] = [out.double() for out in self.plain(module, items)]
                 if dtype == torch.bfloat16:
@@ -82,7 +82,7 @@ class Yardstick:
 
     def gradients(self, dtype: torch.dtype = torch.float64) -> dict[str, Tensor]:
         if ("gradients", dtype) not in self.memory:
-            module, items = convert(self.module, dtype), learned(converted(self.subject.items, dtype))
+            module, items = convert(self.module, dtype), require_grad(convert_items(self.subject.items, dtype))
             with use_reference():
                 outs = self.plain(module, items)
                 self.memory["gradients", dtype] = gradients(module, items, outs, self.weights)
@@ -138,11 +138,11 @@ def convert(module: nn.Module, dtype: torch.dtype) -> nn.Module:
     return copy.deepcopy(module).to(dtype)
 
 
-def converted(items: Sequence[Item], dtype: torch.dtype) -> list[Item]:
+def convert_items(items: Sequence[Item], dtype: torch.dtype) -> list[Item]:
     return [tuple(part.to(dtype) if part.is_floating_point() else part for part in item) for item in items]
 
 
-def learned(items: Sequence[Item]) -> list[Item]:
+def require_grad(items: Sequence[Item]) -> list[Item]:
     return [
         tuple(part.clone().requires_grad_() if part.is_floating_point() else part for part in item) for item in items
     ]
@@ -161,7 +161,7 @@ def gradients(
     leaves |= {
         f"input {n}.{m}": part for n, item in enumerate(items) for m, part in enumerate(item) if part.requires_grad
     }
-    loss = weighted(outs, weights)
+    loss = weighted_sum(outs, weights)
     grads = torch.autograd.grad(loss, list(leaves.values()), allow_unused=True)
     return {
         name: torch.zeros_like(each) if grad is None else grad
@@ -169,7 +169,7 @@ def gradients(
     }
 
 
-def weighted(outs: Sequence[Tensor], weights: Sequence[Tensor]) -> Tensor:
+def weighted_sum(outs: Sequence[Tensor], weights: Sequence[Tensor]) -> Tensor:
     return sum(((out * weight.to(out.dtype)).sum() for out, weight in zip(outs, weights, strict=True)), torch.zeros(()))
 
 
@@ -213,12 +213,12 @@ class Run:
         return copy.deepcopy(self.yardstick.module)
 
     def check(self, module: Any, dtype: torch.dtype = torch.float32) -> None:
-        self.yardstick.judge(self.form(module, converted(self.subject.items, dtype)), dtype)
+        self.yardstick.judge(self.form(module, convert_items(self.subject.items, dtype)), dtype)
 
     def check_gradients(self, module: nn.Module, dtype: torch.dtype) -> None:
         if self.name in self.subject.forward_only:
             raise NotApplicable
-        items = learned(converted(self.subject.items, dtype))
+        items = require_grad(convert_items(self.subject.items, dtype))
         outs = self.form(module, items)
         self.yardstick.judge(outs, dtype)
         self.yardstick.judge_gradients(gradients(module, items, outs, self.yardstick.weights), dtype)
@@ -305,7 +305,7 @@ def directional(
     """A directional derivative in forward mode, compared with the gradients of the yardstick."""
     if run.name in run.subject.forward_only or run.subject.total:
         raise NotApplicable  # a loss that is fused with its gradient has no forward mode, and says so
-    module, items = run.module.to(dtype), converted(run.subject.items, dtype)
+    module, items = run.module.to(dtype), convert_items(run.subject.items, dtype)
     expected = run.yardstick.gradients()
     generator = torch.Generator().manual_seed(run.draw.random("tangents").randrange(2**31))
     directions = {name: torch.randn(each.shape, generator=generator).to(dtype) for name, each in expected.items()}
@@ -317,7 +317,7 @@ def directional(
         given = [tuple(parts[f"input {n}.{m}"] for m in range(len(item))) for n, item in enumerate(items)]
         parameters = {name: value for name, value in values.items() if not name.startswith("input ")}
         outs = call_with(module, parameters, lambda module: run.form(module, given))
-        return weighted(outs, run.yardstick.weights)
+        return weighted_sum(outs, run.yardstick.weights)
 
     try:
         derivative = derive(function, values, directions)
@@ -382,7 +382,7 @@ def call_with(module: nn.Module, values: Mapping[str, Tensor], function: Callabl
 @way()
 def functional_call(run: Run) -> None:
     """Weights of one module in another."""
-    other = scrambled(run.module)
+    other = scramble(run.module)
     values = {**dict(run.yardstick.module.named_parameters()), **dict(run.yardstick.module.named_buffers())}
     values = {name: value.detach().clone() for name, value in values.items()}
     with torch.no_grad():
@@ -393,7 +393,7 @@ def functional_call(run: Run) -> None:
 @way()
 def state_dict(run: Run) -> None:
     """Weights loaded into a module that has computed with others before."""
-    other = scrambled(run.module)
+    other = scramble(run.module)
     with torch.no_grad():
         run.form(other, run.subject.items)
         other.load_state_dict(run.module.state_dict())
@@ -414,7 +414,7 @@ def pickled(run: Run) -> None:
 @way()
 def changed_weights(run: Run) -> None:
     """Every way to write to a weight is seen by the next call."""
-    other, source = scrambled(run.module), dict(run.module.named_parameters())
+    other, source = scramble(run.module), dict(run.module.named_parameters())
     how = run.draw.pick("how weights change", ["copy_", "data", "data.copy_", "rows", "numpy", "swap"])
     with torch.no_grad():
         run.form(other, run.subject.items)
@@ -468,7 +468,7 @@ def compiled(run: Run) -> None:
 
 
 @torch.no_grad()
-def scrambled(module: nn.Module) -> nn.Module:
+def scramble(module: nn.Module) -> nn.Module:
     """The module with other weights."""
     for parameter in module.parameters():
         parameter.copy_(parameter.flatten().flip(0).view(parameter.shape) * 0.7 + 0.1)

@@ -149,9 +149,9 @@ def _shrink(target: Target, prop: Property, case: Case, error: Exception) -> tup
                 _run(target, prop, smaller)
             except NotSupported:
                 continue
-            except Exception as found:
-                if type(found) is type(error) and _holds(right, prop, smaller):
-                    case, error, again = smaller, found, True
+            except Exception as same:
+                if type(same) is type(error) and _holds(right, prop, smaller):
+                    case, error, again = smaller, same, True
                     break
     return case, error
 

@@ -237,7 +237,7 @@ class _Columns(NamedTuple):
         """Columns to return."""
         return tuple(name for name in self.columns if self.only is None or name in self.only)
 
-    def called(self, name: str) -> str:
+    def title_of(self, name: str) -> str:
         """Name of a column in the table, or its number."""
         return self.columns[name] or name
 
@@ -271,7 +271,7 @@ class _Layout(NamedTuple):
 def _layout(place: str, first: Sequence[str], wanted: _Columns, *, bare: bool) -> _Layout:
     """Find the columns from the first line. bare: if it is not a header, take the columns in order."""
     every, names, cells = tuple(wanted.columns), wanted.names, [cell.strip() for cell in first]
-    chosen, called = [wanted.called(name) for name in every], [wanted.called(name) for name in names]
+    chosen, called = [wanted.title_of(name) for name in every], [wanted.title_of(name) for name in names]
     bare = bare and not any(wanted.columns.values())
     if all(label.isdigit() for label in chosen):
         if "0" in chosen:
@@ -363,7 +363,7 @@ def _parse_record(place: str, record: Any, wanted: _Columns, bad: BadRows) -> Ro
     values = []
     for name in wanted.names:
         value = record
-        for key in wanted.called(name).split("."):  # nested keys, such as translation.en
+        for key in wanted.title_of(name).split("."):  # nested keys, such as translation.en
             value = value.get(key) if isinstance(value, dict) else None
         if name in wanted.empty and (value is None or value == ""):
             values.append("")
@@ -371,7 +371,7 @@ def _parse_record(place: str, record: Any, wanted: _Columns, bad: BadRows) -> Ro
         if value is None or value == "":
             keys = ", ".join(map(repr, list(record)[:8])) if isinstance(record, dict) else type(record).__name__
             hint = f"; try --{name} NAME" if wanted.only is None else ""
-            bad.add(f"{place}: expected a value for {wanted.called(name)!r}, got {keys}{hint}")
+            bad.add(f"{place}: expected a value for {wanted.title_of(name)!r}, got {keys}{hint}")
             return None
         values.append(value if isinstance(value, str) else json.dumps(value) if isinstance(value, dict) else str(value))
     return Row(place, tuple(values))

@@ -67,14 +67,14 @@ def _attend(problem: Problem, query: Tensor, key: Tensor, value: Tensor) -> tupl
     softcap = base.score.softcap if isinstance(base.score, Dot) else None
     # Compiled for a CPU, torch's kernel has no log-sum-exp.
     wants = problem.lse or problem.grad or x.sink is not None
-    found = _kernel(query.device.type)(
+    result = _kernel(query.device.type)(
         x.query, x.key, x.value, score_mod=_score_mod(problem, x, softcap, modifier, bad),
         block_mask=block_mask(problem, query.device), scale=scale, enable_gqa=problem.G != problem.frame.H,
         return_aux=AuxRequest(lse=True) if wants else None,
     )  # fmt: skip
     if not wants:
-        return found, None
-    output, lse = found[0], found[1].lse.to(problem.compute_dtype)
+        return result, None
+    output, lse = result[0], result[1].lse.to(problem.compute_dtype)
     if x.sink is not None:
         total = torch.logaddexp(lse, x.sink[:, None])
         output = (output * (lse - total).exp().unsqueeze(-1)).to(problem.dtype)
@@ -126,12 +126,12 @@ def _build_block_mask(mask: Mask, frame: Frame, device: torch.device) -> Any:
     if frame.K % BLOCK[1]:
         kinds[..., -1].clamp_(max=1)
 
-    def listed(kind: int) -> tuple[Tensor, Tensor]:
+    def blocks_of_kind(kind: int) -> tuple[Tensor, Tensor]:
         chosen = kinds == kind
         order = chosen.int().argsort(dim=-1, descending=True, stable=True)  # those of this kind first, ascending
         return chosen.sum(-1, dtype=torch.int32).to(device), order.int().to(device)
 
-    (partial, partial_at), (full, full_at) = listed(1), listed(2)
+    (partial, partial_at), (full, full_at) = blocks_of_kind(1), blocks_of_kind(2)
     return BlockMask.from_kv_blocks(
         partial, partial_at, full, full_at, BLOCK_SIZE=BLOCK, mask_mod=_mask_mod(mask, frame, device),
         seq_lengths=(frame.Q, frame.K),
@@ -146,12 +146,12 @@ def _tile_map(table: Tiles, values: np.ndarray, empty: int, *, step: bool) -> np
     length = table.stop - table.start
     line = np.repeat(np.repeat(np.arange(len(table.pointer) - 1), np.diff(table.pointer)), length)
     inside = np.arange(length.sum()) - np.repeat(np.cumsum(length) - length, length)
-    found = np.full((*table.extent, *table.grid), empty, np.int64)
-    given = np.repeat(values, length)
-    found.reshape(-1, table.grid[1])[line, np.repeat(table.start, length) + inside] = np.where(
-        step & (given >= 0), given + inside, given
+    tile_map = np.full((*table.extent, *table.grid), empty, np.int64)
+    per_tile = np.repeat(values, length)
+    tile_map.reshape(-1, table.grid[1])[line, np.repeat(table.start, length) + inside] = np.where(
+        step & (per_tile >= 0), per_tile + inside, per_tile
     )
-    return found
+    return tile_map
 
 
 def _mask_mod(mask: Mask, frame: Frame, device: torch.device) -> Callable[[Tensor, Tensor, Tensor, Tensor], Tensor]:

@@ -1,4 +1,4 @@
-"""x Wᵀ + b with a packed weight: a weight re-laid for the GEMM kernel, perhaps in fewer bytes."""
+"""x Wᵀ + b with a packed weight: a weight in the layout of the GEMM kernel, possibly in fewer bytes."""
 
 from __future__ import annotations
 

@@ -90,14 +90,14 @@ def _quantize_rows(weight: Tensor, format: str, unit: float) -> tuple[Tensor, Te
     K = weight.shape[1]
     groups = F.pad(weight / unit, (0, -K % GROUP)).unflatten(-1, (-1, GROUP))
 
-    def rounded(scale: Tensor) -> Tensor:
+    def round_scale(scale: Tensor) -> Tensor:
         return scale.half().float()
 
     def nearest(scale: Tensor, least: int, most: int) -> Tensor:
         return torch.where(scale == 0, 0.0, groups / scale).round().clamp(least, most)
 
     if format == "int8":
-        scale = rounded(groups.abs().amax(-1, keepdim=True) / 127)
+        scale = round_scale(groups.abs().amax(-1, keepdim=True) / 127)
         numbers = nearest(scale, -127, 127)
     else:
         extreme = groups.gather(-1, groups.abs().argmax(-1, keepdim=True))  # becomes -8
@@ -106,7 +106,7 @@ def _quantize_rows(weight: Tensor, format: str, unit: float) -> tuple[Tensor, Te
             torch.linspace(-8.5, -6.5, _INT4_STEPS // 2).tolist()
             + torch.linspace(6.5, 8.5, _INT4_STEPS - _INT4_STEPS // 2).tolist()
         ):
-            candidate = rounded(extreme / divisor)
+            candidate = round_scale(extreme / divisor)
             error = (nearest(candidate, -8, 7) * candidate - groups).square_().sum(-1, keepdim=True)
             better = error < best
             scale, best = torch.where(better, candidate, scale), torch.where(better, error, best)

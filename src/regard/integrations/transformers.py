@@ -184,7 +184,7 @@ def attend(
         )
     if (paged := kwargs.pop("cache", None)) is not None:
         key, value = paged.update(key_states=key, value_states=value, layer_idx=module.layer_idx, kwargs=kwargs)
-        pattern, bias = _paged(kwargs, attention_mask), None
+        pattern, bias = _paged_pattern(kwargs, attention_mask), None
     elif attention_mask is None:
         pattern, bias = _without_mask(module, is_causal, query.shape[2], key.shape[2]), None
     elif isinstance(attention_mask, MaskTensor) and attention_mask.intact:
@@ -253,7 +253,7 @@ def _restrict_to_sequences(
     return Pattern(sequences if pattern.mask is None else pattern.mask & sequences, pattern.offset)
 
 
-def _paged(kwargs: dict[str, Any], attention_mask: Any) -> Pattern:
+def _paged_pattern(kwargs: dict[str, Any], attention_mask: Any) -> Pattern:
     """The pattern of continuous batching: requests one after another, with the keys that the paged cache returned.
 
     A mask of `build_mask` knows the tokens of the batch only, not the edges of its requests, and is replaced.

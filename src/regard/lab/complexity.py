@@ -46,10 +46,10 @@ def degree(values: Sequence[float], digits: float = 0.01) -> int:
     >>> degree([3 * n * n + 5 for n in range(4)]), degree([7, 9, 11, 13])
     (2, 1)
     """
-    rest, found = list(values), 0
+    rest, order = list(values), 0
     while len(rest) > 1 and max(abs(b - a) for a, b in pairwise(rest)) > digits * abs(values[-1]):
-        rest, found = [b - a for a, b in pairwise(rest)], found + 1
-    return found
+        rest, order = [b - a for a, b in pairwise(rest)], order + 1
+    return order
 
 
 def slope(x: Sequence[float], y: Sequence[float]) -> Growth:

@@ -204,7 +204,7 @@ class MultiHeadAttention(nn.Module):
         return stored
 
     def attend_to(self, q: Tensor, keys: Keys, values: Keys, context: LayerContext, cache: Cache | None) -> Tensor:
-        """Attend from q (B, H, N, D) to all keys and values; the result (B, H, N, E) is laid out as q is."""
+        """Attend from q (B, H, N, D) to all keys and values; the result (B, H, N, E) has the strides of q."""
         if cache is None:
             return context.combine(self.attend)(q, keys, values)
         attend = context.combine(self.attend, cache)

@@ -172,7 +172,7 @@ class StackPlan:
         if caches is None:
             results = self._attentions(context, None, (q, k, v))
         else:
-            # Caches grow only once the call is sure to happen; the first one shows how all are laid out.
+            # Caches grow only once the call is sure to happen; the first one shows the strides of all.
             keys_values = [cache.extend(k, v) for cache in caches]
             results = self._attentions(context, caches[0], (q, *(t[:, :, : start + N] for t in keys_values[0])))
             if results is None or any(

@@ -242,10 +242,10 @@ class ZeroShotLabels(ImagePredictor):
         vectors = self.embed_labels(labels)
         for row, image in self.images(rows, bad):
             scores, order = self.scores(image, vectors).sort(descending=True, stable=True)
-            found = {labels[n]: score for n, score in zip(order.tolist(), scores.tolist(), strict=True)}
-            note = ", ".join(f"{label} {score:.3f}" for label, score in list(found.items())[1:5])
-            label = next(iter(found))
-            yield Prediction(row.values[0], label, found[label], found, note, place=row.place)
+            scored = {labels[n]: score for n, score in zip(order.tolist(), scores.tolist(), strict=True)}
+            note = ", ".join(f"{label} {score:.3f}" for label, score in list(scored.items())[1:5])
+            label = next(iter(scored))
+            yield Prediction(row.values[0], label, scored[label], scored, note, place=row.place)
 
     def examine(self, row: Row, bad: BadRows) -> Prediction | None:
         """Embed the image only."""

@@ -105,25 +105,25 @@ def test_rows_that_see_nothing_are_zero() -> None:
 
 def test_dropout_drops_the_same_weights_as_other_engines() -> None:
     query, key, value = torch.zeros(1, 2, 70, 4), torch.zeros(1, 2, 40, 4), torch.eye(40).expand(1, 2, 40, 40)
-    found = []
+    actual = []
     for engine in ("triton", "reference"):
         torch.manual_seed(3)
-        found.append(rg.attention(query, key, value, dropout=0.3, engine=engine))
-    torch.testing.assert_close(*found)
-    assert ((found[0] == 0) == (found[1] == 0)).all()
+        actual.append(rg.attention(query, key, value, dropout=0.3, engine=engine))
+    torch.testing.assert_close(*actual)
+    assert ((actual[0] == 0) == (actual[1] == 0)).all()
 
 
 def test_derivatives_of_derivatives_are_computed_by_tiles() -> None:
     query, key, value = (normal(1, 1, 6, 4, seed=n, dtype=torch.float32).requires_grad_() for n in range(3))
     attend = rg.Attention(mask=rg.causal())
-    found = []
+    actual = []
     for engine in ("triton", "reference"):
         output = attend(query, key, value, engine=engine)
         (first,) = torch.autograd.grad(output.square().sum(), query, create_graph=True)
         seconds = torch.autograd.grad(first.square().sum(), [query, key, value])
         _, tangent = torch.func.jvp(lambda q, e=engine: attend(q, key, value, engine=e), (query,), (query.cos(),))
-        found.append([first, *seconds, tangent])
-    for ours, exact in zip(*found, strict=True):
+        actual.append([first, *seconds, tangent])
+    for ours, exact in zip(*actual, strict=True):
         torch.testing.assert_close(ours, exact, rtol=1e-4, atol=1e-5)
     explained = attend.explain(query, key, value, engine="triton")
     assert explained.fallbacks == ("tiled computes second derivatives",)

@@ -67,8 +67,8 @@ def test_a_missing_or_old_triton_is_reported(monkeypatch: pytest.MonkeyPatch) ->
 def test_a_gpu_that_is_too_old_is_reported(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("torch.cuda.get_device_capability", lambda device: (7, 5))
     monkeypatch.setattr("torch.cuda.get_device_name", lambda device: "Tesla T4")
-    found = availability.why_not_on(torch.device("cuda", 0))
-    assert found == "its kernels need compute capability 8.0 or higher, but Tesla T4 has 7.5"
+    actual = availability.why_not_on(torch.device("cuda", 0))
+    assert actual == "its kernels need compute capability 8.0 or higher, but Tesla T4 has 7.5"
     monkeypatch.setattr("torch.cuda.get_device_capability", lambda device: (8, 6))
     assert availability.why_not_on(torch.device("cuda", 0)) == ""
     assert "does not run on mps" in availability.why_not_on(torch.device("mps"))
@@ -91,9 +91,9 @@ def test_what_it_does_not_support_is_refused(asked: dict, expected: str) -> None
 def test_the_layout_by_keys_is_the_transpose_of_that_by_rows() -> None:
     frame, device = Frame(2, 2, 300, 200, -100), torch.device("cpu")
     for mask in (rg.causal(), rg.causal() & rg.window(70, 0), rg.padding([130, 0])):
-        found = layouts.device_layout(mask, frame.cache_key(), device)
-        start, stop = found.layout.rows
-        first, last = found.layout.keys
+        actual = layouts.device_layout(mask, frame.cache_key(), device)
+        start, stop = actual.layout.rows
+        first, last = actual.layout.keys
         for lead in range(first.shape[0] * first.shape[1]):
             low, high = start.reshape(-1, 300)[lead], stop.reshape(-1, 300)[lead]
             for tile in range(4):
@@ -101,9 +101,9 @@ def test_the_layout_by_keys_is_the_transpose_of_that_by_rows() -> None:
                 inside = torch.arange(300)[first.view(-1, 4)[lead, tile] : last.view(-1, 4)[lead, tile]]
                 assert not len(seen) or {*seen.flatten().tolist()} <= {*inside.tolist()}
     mask = rg.where(lambda b, h, p, j: (p // 64 * 5 + j // 64 * 3 + h + b) % 4 < 2)
-    found = layouts.device_layout(mask, frame.cache_key(), device)
-    pointer, start, stop, index, _ = found.layout.rows
-    ends, rows, bits = found.layout.keys
+    actual = layouts.device_layout(mask, frame.cache_key(), device)
+    pointer, start, stop, index, _ = actual.layout.rows
+    ends, rows, bits = actual.layout.keys
     by_rows, by_keys = set(), set()
     for line in range(len(pointer) - 1):
         for n in range(pointer[line], pointer[line + 1]):

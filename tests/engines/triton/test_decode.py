@@ -51,11 +51,11 @@ def test_parts_are_combined(name: str, Q: int, dtype: torch.dtype, monkeypatch: 
 def test_gradients_follow_from_combined_results() -> None:
     query = normal(1, 2, 2, D, seed=1, dtype=torch.float32).requires_grad_()
     key, value = (normal(1, 2, K, D, seed=n, dtype=torch.float32).requires_grad_() for n in (2, 3))
-    found = []
+    actual = []
     for engine in ("triton", "reference"):
         output = rg.attention(query, key, value, mask=rg.causal(), engine=engine)
-        found.append(torch.autograd.grad(output.square().sum(), (query, key, value)))
-    for one, other in zip(*found, strict=True):
+        actual.append(torch.autograd.grad(output.square().sum(), (query, key, value)))
+    for one, other in zip(*actual, strict=True):
         torch.testing.assert_close(one, other, rtol=1e-4, atol=1e-5)
 
 

@@ -46,12 +46,12 @@ def test_it_compiles_into_one_graph_with_the_same_bits(name: str) -> None:
     def call(query: Tensor, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor]:
         return attend(query, key, value, engine="triton", return_lse=True)
 
-    found = []
+    actual = []
     for function in (torch.compile(call, fullgraph=True, backend="aot_eager"), call):
         torch.manual_seed(3)
         output, lse = function(*inputs)
-        found.append([output, lse, *torch.autograd.grad(output.square().sum() + lse.sum(), given)])
-    for one, other in zip(*found, strict=True):
+        actual.append([output, lse, *torch.autograd.grad(output.square().sum() + lse.sum(), given)])
+    for one, other in zip(*actual, strict=True):
         torch.testing.assert_close(one, other, rtol=0, atol=0)
 
 

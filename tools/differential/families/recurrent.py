@@ -92,14 +92,14 @@ def short_convolution(draw: Draw) -> Subject:
         return module(item[0][None])[0][0]
 
     def stepwise(module: nn.Module, items: Sequence[Item]) -> list[Tensor]:
-        found = []
+        result = []
         for (x,) in items:
             past, rows = None, []
             for piece in x.split(chunks(draw, len(x))):
                 row, past = module(piece[None], past)
                 rows.append(row[0])
-            found.append(torch.cat(rows))
-        return found
+            result.append(torch.cat(rows))
+        return result
 
     def packed(module: nn.Module, items: Sequence[Item]) -> list[Tensor]:
         batch = rg.pack([x for (x,) in items])

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from regard.check.model.layout import Row, padded
+from regard.check.model.layout import Row, padded_rows
 from regard.check.model.measure import difference
 from regard.check.model.reproduce import Program
 from regard.errors import first_line
@@ -26,7 +26,7 @@ def check_generation(check: ModelCheck) -> Iterator[Finding]:
     if not (check.is_causal and check.has_cache and check.driver.model.can_generate()):
         yield check.finding(WHOLE, "generate", "measured for causal language models only", "", "not measured")
         return
-    rows, row = padded(check.tokens, "left"), 0
+    rows, row = padded_rows(check.tokens, "left"), 0
     try:
         far, row = _difference(check, rows)
         measured = f"logits differ by {far:.2g}"

@@ -84,13 +84,13 @@ def full(length: int) -> Row:
     return Row((0,) * length)
 
 
-def padded(length: int, side: str) -> tuple[Row, ...]:
+def padded_rows(length: int, side: str) -> tuple[Row, ...]:
     """Three rows: a text of the whole length, a shorter one and one of two tokens, padded on one side."""
     fill = [(n, (PADDING,) * (length - n)) for n in (length, max(length - 3, 2), min(length, 2))]
     return tuple(Row((0,) * n + pad if side == "right" else pad + (0,) * n) for n, pad in fill)
 
 
-def packed(length: int) -> tuple[Row, ...]:
+def packed_rows(length: int) -> tuple[Row, ...]:
     """Two rows of three documents in one row each, of different lengths."""
     edges = [(0, length // 2, length - 2), (0, 2, length // 2 + 1)]
     rows = []
@@ -118,18 +118,18 @@ def scenarios(
     def source(side: str = "") -> tuple[Row, ...]:
         if not encoder:
             return ()
-        rows = padded(length, side) if side else (full(length),)
-        return padded(encoder, side) if side and encoder_padding else (full(encoder),) * len(rows)
+        rows = padded_rows(length, side) if side else (full(length),)
+        return padded_rows(encoder, side) if side and encoder_padding else (full(encoder),) * len(rows)
 
-    one, left, steps = (full(length),), padded(length, "left"), chunks(length)
+    one, left, steps = (full(length),), padded_rows(length, "left"), chunks(length)
     scenarios = [Scenario("plain", one, source())]
     if padding:
-        scenarios.append(Scenario("right padding", padded(length, "right"), source("right"), mask=True))
+        scenarios.append(Scenario("right padding", padded_rows(length, "right"), source("right"), mask=True))
         scenarios.append(Scenario("left padding", left, source("left"), mask=True, positions=True))
     if cache:
         scenarios.append(Scenario("cache", one, source(), steps))
     if cache and padding:
         scenarios.append(Scenario("cache, left padding", left, source("left"), steps, mask=True, positions=True))
     if documents and length >= 6:
-        scenarios.append(Scenario("documents", packed(length), positions=True))
+        scenarios.append(Scenario("documents", packed_rows(length), positions=True))
     return tuple(scenarios)

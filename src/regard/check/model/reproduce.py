@@ -65,12 +65,12 @@ heads = len(layer.sinks)
 @torch.no_grad()
 def first_token(sinks):
     """What the first token, which sees itself only, gets from each head with these sinks (H, D)."""
-    found = []
-    hook = layer.o_proj.register_forward_pre_hook(lambda module, args: found.append(args[0].double()))
+    inputs = []
+    hook = layer.o_proj.register_forward_pre_hook(lambda module, args: inputs.append(args[0].double()))
     layer.sinks.data.copy_(sinks)
     model(**calls[0])
     hook.remove()
-    return found[-1][0, 0].unflatten(-1, (heads, -1))
+    return inputs[-1][0, 0].unflatten(-1, (heads, -1))
 '''
 
 

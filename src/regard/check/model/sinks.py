@@ -51,7 +51,7 @@ def _judge(check: ModelCheck, layer: Layer, project: nn.Module) -> tuple[str, An
         outputs = []
         hook = project.register_forward_pre_hook(lambda module, args: outputs.append(args[0].detach().double()))
         try:
-            with _replaced(sinks, values):
+            with _replace_sinks(sinks, values):
                 check.meter.run(alone(full(2)))
         finally:
             hook.remove()
@@ -78,7 +78,7 @@ def _judge(check: ModelCheck, layer: Layer, project: nn.Module) -> tuple[str, An
 
 
 @contextmanager
-def _replaced(sinks: Tensor, values: Tensor) -> Iterator[None]:
+def _replace_sinks(sinks: Tensor, values: Tensor) -> Iterator[None]:
     before = sinks.clone()
     sinks.copy_(values)
     try:

@@ -55,6 +55,6 @@ def jvp(x: LoweredTensors, fixed: LoweredConstants, tangents: Tensors) -> tuple[
     )  # fmt: skip
     of_sink = (0, 0) if sink is None else (data_address(sink), 1)
     given = TANGENT.pack(*(n for place in places for n in place), *of_sink)
-    room = *tensor_fields(output), *tensor_fields(lse), *(row_fields(mass) if wants else ABSENT)
-    call("regard_dot_jvp", pack_problem(x, fixed), given, RESULT.pack(*room))
+    places = *tensor_fields(output), *tensor_fields(lse), *(row_fields(mass) if wants else ABSENT)
+    call("regard_dot_jvp", pack_problem(x, fixed), given, RESULT.pack(*places))
     return (output, lse, mass, d_output, d_lse, d_mass)[: 5 + wants]

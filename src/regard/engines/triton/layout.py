@@ -41,8 +41,8 @@ def device_layout(mask: Mask, key: tuple, device: torch.device) -> DeviceLayout:
 
 def layout_parts(mask: Mask, key: tuple, device: torch.device) -> tuple:
     """Return the parts of `device_layout`: tensors by rows and by keys, and their strides."""
-    found = device_layout(mask, key, device)
-    return found.layout.rows, found.layout.keys, found.strides, found.layout.key_strides
+    result = device_layout(mask, key, device)
+    return result.layout.rows, result.layout.keys, result.strides, result.layout.key_strides
 
 
 layout_parts._dynamo_marked_constant = True  # type: ignore[attr-defined]  # tracing does not look inside

@@ -33,5 +33,5 @@ class TritonOperator(LoweredOperator):
 
     def gradients(self, tensors: Tensors, results: Tensors, grads: Tensors, wanted: Sequence[bool]) -> Tensors:
         given = [None if grad is None else materialize(grad) for grad in (*grads, *(None,) * (3 - self.outputs))]
-        found = backward(LoweredTensors(*tensors), self.fixed, self.layout, results, given, wanted)
-        return select_wanted(found, wanted)
+        computed = backward(LoweredTensors(*tensors), self.fixed, self.layout, results, given, wanted)
+        return select_wanted(computed, wanted)

@@ -57,8 +57,8 @@ def _(*arguments: Any) -> tuple[Tensor, Tensor, Tensor]:
 )
 def _dot_backward(*arguments: Any) -> list[Tensor]:
     *inputs, output, lse, mass, d_output, d_lse, d_mass, wanted = arguments
-    found = backward(*_unpack(inputs), (output, lse, mass), (d_output, d_lse, d_mass), wanted)
-    return [grad for grad, want in zip(found, wanted, strict=True) if want and grad is not None]
+    result = backward(*_unpack(inputs), (output, lse, mass), (d_output, d_lse, d_mass), wanted)
+    return [grad for grad, want in zip(result, wanted, strict=True) if want and grad is not None]
 
 
 @_dot_backward.register_fake
@@ -77,10 +77,10 @@ def _backward(ctx: Any, *grads: Tensor | None) -> tuple:
     saved = ctx.saved_tensors
     x, layout, (offset, seed), results = saved[:_TENSORS], saved[_TENSORS:-5], saved[-5:-3], saved[-3:]
     wanted = [bool(want) for want in ctx.needs_input_grad[:_TENSORS]]
-    found = iter(
+    result = iter(
         torch.ops.regard.triton_dot_backward(*x, list(layout), offset, seed, *ctx.rest, *results, *grads, wanted)
     )
-    return *(next(found) if want else None for want in wanted), [None] * len(layout), None, None, None, None
+    return *(next(result) if want else None for want in wanted), [None] * len(layout), None, None, None, None
 
 
 _dot.register_autograd(_backward, setup_context=_save_context)

@@ -221,7 +221,7 @@ class Extras:
 class Located(NamedTuple):
     """The stored name of every needed tensor of a checkpoint, and the names of unused tensors."""
 
-    found: dict[str, str]
+    names: dict[str, str]
     unused: list[str]
 
 

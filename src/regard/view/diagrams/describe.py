@@ -40,8 +40,8 @@ def title_of(module: nn.Module, name: str, say: Say) -> str:
     """Return the title of a module, given its name in the module that contains it."""
     if isinstance(module, Block):
         return say("layer")
-    said = say(name)
-    return said if said != name else name.replace("_", " ").capitalize()
+    words = say(name)
+    return words if words != name else name.replace("_", " ").capitalize()
 
 
 def box_lines(module: nn.Module, say: Say) -> tuple[str, ...]:

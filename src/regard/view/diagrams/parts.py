@@ -239,7 +239,7 @@ def find_repeats(signatures: Sequence[Any]) -> list[tuple[int, int, int]]:
     >>> find_repeats("aaaa"), find_repeats("aabaabc")
     ([(0, 1, 4)], [(0, 3, 2), (6, 1, 1)])
     """
-    found, start = [], 0
+    repeats, start = [], 0
     while start < len(signatures):
         best = 1, 1
         for period in range(1, min(MOST_PERIOD, (len(signatures) - start) // 2) + 1):
@@ -248,9 +248,9 @@ def find_repeats(signatures: Sequence[Any]) -> list[tuple[int, int, int]]:
                 times += 1
             if times > 1 and times * period > best[0] * best[1]:
                 best = period, times
-        found.append((start, *best))
+        repeats.append((start, *best))
         start += best[0] * best[1]
-    return found
+    return repeats
 
 
 def total(parts: Iterable[Part]) -> int:
