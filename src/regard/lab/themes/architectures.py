@@ -146,7 +146,7 @@ def draw_recall(figure: Any, findings: Findings, tr: PickLabel) -> None:
     axis.axhline(1 / 8, color="gray", linestyle="--", linewidth=1, label=tr("guessing", "随机猜测"))
     axis.set(
         xlabel=tr("distance of the marked symbol from the end", "标记符号与末尾的距离"),
-        ylabel=tr("accuracy", "正确率"),
+        ylabel=tr("accuracy", "准确率"),
         ylim=(0, 1.05),
     )
     axis.legend(loc="center left", bbox_to_anchor=(1.01, 0.5))
@@ -246,13 +246,13 @@ CLAIMS = (
         r"P(\hat{y}=y\mid t),\qquad t=n-1-p",
         recall,
         (
-            at_least("far attention", 0.9, "accuracy at distances of 25 and more, attention", "距离 25 以上的正确率，注意力"),
+            at_least("far attention", 0.9, "accuracy at distances of 25 and more, attention", "距离 25 以上的准确率，注意力"),
             at_most("far CNN", 0.5, "the same, CNN", "同上，CNN"),
             at_most("RNN minus attention", -0.1, "the same, RNN minus attention", "同上，RNN 减注意力"),
         ),
-        Text("At distances of 25 and more, attention recalls {far attention:.0%}, the CNN {far CNN:.0%}, the plain RNN {far RNN:.0%} and the GRU {far GRU:.0%} (chance: 12.5%).", "距离 25 以上时，正确率为：注意力 {far attention:.0%}，CNN {far CNN:.0%}，普通 RNN {far RNN:.0%}，GRU {far GRU:.0%}（随机猜测为 12.5%）。"),
+        Text("At distances of 25 and more, attention recalls {far attention:.0%}, the CNN {far CNN:.0%}, the plain RNN {far RNN:.0%} and the GRU {far GRU:.0%} (chance: 12.5%).", "距离 25 以上时，准确率为：注意力 {far attention:.0%}，CNN {far CNN:.0%}，普通 RNN {far RNN:.0%}，GRU {far GRU:.0%}（随机猜测为 12.5%）。"),
         draw_recall,
-        Text("Accuracy against distance, after the same training.", "经过同样的训练后，正确率随距离的变化。"),
+        Text("Accuracy against distance, after the same training.", "经过同样的训练后，准确率随距离的变化。"),
         {"steps": 4, "size": 2000},
         repetitions=3,
     ),
@@ -264,13 +264,13 @@ CLAIMS = (
         data_hunger,
         (
             at_most("loss", 0.05, "largest training loss: all networks have converged", "最大的训练损失：各网络均已收敛"),
-            at_least("lead order", 0.1, "accuracy of the CNN minus attention with 256 rows, symbol after the marker", "256 行训练数据时 CNN 与注意力的正确率之差，标记之后的符号"),
+            at_least("lead order", 0.1, "accuracy of the CNN minus attention with 256 rows, symbol after the marker", "256 行训练数据时 CNN 与注意力的准确率之差，标记之后的符号"),
             at_least("lead recall", 0.1, "the same, marked symbol", "同上，被标记的符号", part=True),
         ),
-        Text("With 256 training rows, all learned until the training loss was at most {loss:.2f}, the CNN leads by {lead order:.0%} where neighbourhood matters and by {lead recall:.0%} where it does not (negative: attention leads): attention needs more data to learn what is not built in.", "用 256 行数据训练，直到训练损失都不超过 {loss:.2f}：相邻关系重要时 CNN 的正确率领先 {lead order:.0%}，相邻无关时领先 {lead recall:.0%}（负数表示注意力领先）。注意力需要更多数据，去学它事先不知道的那部分。"),
+        Text("With 256 training rows, all learned until the training loss was at most {loss:.2f}, the CNN leads by {lead order:.0%} where neighbourhood matters and by {lead recall:.0%} where it does not (negative: attention leads): attention needs more data to learn what is not built in.", "用 256 行数据训练，直到训练损失都不超过 {loss:.2f}：相邻关系重要时 CNN 的准确率领先 {lead order:.0%}，相邻无关时领先 {lead recall:.0%}（负数表示注意力领先）。注意力需要更多数据，去学它事先不知道的那部分。"),
         draw_data_hunger,
         Text("Accuracy on new rows against the number of training examples; every network is trained until it has converged.",
-        "在新数据上的正确率随训练样本数的变化；各网络都训练到收敛。"),
+        "在新数据上的准确率随训练样本数的变化；各网络都训练到收敛。"),
         {"counts": (32, 64), "steps": 4, "size": 2000},
         repetitions=3,
     ),

@@ -111,7 +111,7 @@ def draw_unnormalised(figure: Any, findings: Findings, tr: PickLabel) -> None:
         label=tr("softmax, before it is divided by its sum: exp(s)", "softmax（除以总和之前）：exp(s)"),
     )
     axis.axhline(0, color="gray", linewidth=0.8)
-    axis.set(xlabel=tr("score s", "分数 s"), ylim=(-3, 12))
+    axis.set(xlabel=tr("score s", "得分 s"), ylim=(-3, 12))
     axis.legend()
 
 
@@ -159,7 +159,7 @@ CLAIMS = (
         r"\alpha=\operatorname{softmax}\!\left(\frac{32}{\sqrt3},\frac{50}{\sqrt3}\right)",
         example_weights,
         (at_most("off", 0.01, "largest deviation from the printed output", "与印出的输出的最大偏差"),),
-        Text("The scaled scores are {scaled[0]:.3f} and {scaled[1]:.3f}, the weights {weights[0]:.2e} and {weights[1]:.5f}, the output [{output[0]:.5f}, {output[1]:.5f}, {output[2]:.5f}]. The printed weights do not match the printed output either; they would result in [{from_printed[0]:.2f}, {from_printed[1]:.2f}, {from_printed[2]:.2f}].", "缩放后的分数为 {scaled[0]:.3f} 与 {scaled[1]:.3f}，权重为 {weights[0]:.2e} 与 {weights[1]:.5f}，输出为 [{output[0]:.5f}, {output[1]:.5f}, {output[2]:.5f}]。印出的权重甚至得不出印出的输出，而应得 [{from_printed[0]:.2f}, {from_printed[1]:.2f}, {from_printed[2]:.2f}]。"),
+        Text("The scaled scores are {scaled[0]:.3f} and {scaled[1]:.3f}, the weights {weights[0]:.2e} and {weights[1]:.5f}, the output [{output[0]:.5f}, {output[1]:.5f}, {output[2]:.5f}]. The printed weights do not match the printed output either; they would result in [{from_printed[0]:.2f}, {from_printed[1]:.2f}, {from_printed[2]:.2f}].", "缩放后的得分为 {scaled[0]:.3f} 与 {scaled[1]:.3f}，权重为 {weights[0]:.2e} 与 {weights[1]:.5f}，输出为 [{output[0]:.5f}, {output[1]:.5f}, {output[2]:.5f}]。印出的权重甚至得不出印出的输出，而应得 [{from_printed[0]:.2f}, {from_printed[1]:.2f}, {from_printed[2]:.2f}]。"),
         draw_example_weights,
         Text("Weights and output as printed and as measured; diamonds: output for the printed weights.",
         "权重与输出：原文与实测；菱形为由印出的权重算得的输出。"),
@@ -193,7 +193,7 @@ CLAIMS = (
     ),
     Claim(
         "example-unnormalised", "examples", ("example 5",),
-        Text("Weights as score times exponential, not normalised", "权重写成“分数乘以指数”，且未归一化"),
+        Text("Weights as score times exponential, not normalised", "权重写成“得分乘以指数”，且未归一化"),
         Text("A source prints α = (q·k/√d) · exp(q·k/√d). Weights must be a distribution: non-negative, summing to 1.",
         "某资料印作 α = (q·k/√d) · exp(q·k/√d)。而权重应是一个分布：非负，且和为 1。"),
         r"\alpha_{ij}\overset{?}{=}\frac{q_i\cdot k_j}{\sqrt d}\,\exp\!\left(\frac{q_i\cdot k_j}{\sqrt d}\right)",
@@ -201,7 +201,7 @@ CLAIMS = (
         (at_least("least", 0, "smallest weight as printed", "按原文算得的最小权重"), at_most("off", 1e-9, "deviation of row sums from 1", "各行之和与 1 的偏差")),
         Text("The printed form is as small as {least:.3f}, and its rows sum to values from {sum_least:.2f} to {sum_most:.0f}. The correct form is exp(s) divided by its sum over the keys.", "印出的形式最低可达 {least:.3f}，每行之和可为 {sum_least:.2f} 至 {sum_most:.0f} 之间的任何值。正确的是 exp(s) 再除以它对所有键的总和。"),
         draw_unnormalised,
-        Text("The printed form is negative for negative scores.", "分数为负时，印出的形式也为负。"),
+        Text("The printed form is negative for negative scores.", "得分为负时，印出的形式也为负。"),
     ),
     Claim(
         "example-projection", "examples", ("example 6",),

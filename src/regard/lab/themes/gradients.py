@@ -127,8 +127,8 @@ def gradient_dilution(attend=None, lengths=(16, 64, 256, 1024), width=32, seed=0
 def draw_gradient_dilution(figure: Any, findings: Findings, tr: PickLabel) -> None:
     axis = figure.subplots()
     for name, label in (
-        ("flat", tr("scores of variance 1", "分数方差为 1")),
-        ("peaked", tr("scores six times larger", "分数大六倍")),
+        ("flat", tr("scores of variance 1", "得分方差为 1")),
+        ("peaked", tr("scores six times larger", "得分大六倍")),
     ):
         axis.loglog(findings["lengths"], [max(y, 1e-30) for y in findings[name]], "o-", label=label)
     axis.set_xticks(findings["lengths"], [str(n) for n in findings["lengths"]])
@@ -174,8 +174,8 @@ CLAIMS = (
         r"\left\lVert\frac{\partial o_i}{\partial v_j}\right\rVert=\alpha_{ij},\qquad \sum_j\alpha_{ij}=1",
         gradient_dilution,
         (
-            at_least("kept flat", 0.5, "median gradient at 1,024 keys over that at 16, scores of variance 1", "1024 个与 16 个键时梯度中位数之比，分数方差为 1"),
-            at_least("last", 1e-6, "median gradient at 1,024 keys, scores six times larger", "1024 个键时梯度的中位数，分数大六倍"),
+            at_least("kept flat", 0.5, "median gradient at 1,024 keys over that at 16, scores of variance 1", "1024 个与 16 个键时梯度中位数之比，得分方差为 1"),
+            at_least("last", 1e-6, "median gradient at 1,024 keys, scores six times larger", "1024 个键时梯度的中位数，得分大六倍"),
         ),
         Text("From 16 to 1,024 keys the median gradient of a value falls to {kept flat:.3f} of itself, like n^{power flat:.2f}. With peaked weights it is at most {last:.0e}.", "键由 16 个增至 1024 个，值的梯度的中位数降到原来的 {kept flat:.3f}，按 n^{power flat:.2f} 变化。权重集中时至多只有 {last:.0e}。"),
         draw_gradient_dilution,

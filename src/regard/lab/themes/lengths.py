@@ -40,13 +40,13 @@ def draw_beyond(figure: Any, findings: Findings, tr: PickLabel) -> None:
     axis.set_xscale("log")
     axis.set_xticks(findings["lengths"], [str(n) for n in findings["lengths"]])
     axis.minorticks_off()
-    axis.set(xlabel=tr("length of the row", "行的长度"), ylabel=tr("accuracy", "正确率"), ylim=(0, 1.05))
+    axis.set(xlabel=tr("length of the row", "行的长度"), ylabel=tr("accuracy", "准确率"), ylim=(0, 1.05))
     axis.legend(loc="center left", bbox_to_anchor=(1.01, 0.5))
 
 
 CAPTION = Text(
     "Accuracy on the last quarter of a row against its length; trained on rows of 16 symbols (chance: 12.5%).",
-    "行末四分之一处的正确率随行长的变化；训练用 16 个符号的行（随机猜测为 12.5%）。",
+    "行末四分之一处的准确率随行长的变化；训练用 16 个符号的行（随机猜测为 12.5%）。",
 )
 CLAIMS = (
     Claim(
@@ -56,10 +56,10 @@ CLAIMS = (
         r"PE_{p}\ \text{for}\ p\ge n_{\text{trained}}",
         beyond,
         (
-            at_least("sinusoidal trained", 0.5, "accuracy at the trained length", "训练长度处的正确率"),
-            at_least("sinusoidal four", 0.5, "accuracy at four times the trained length", "四倍训练长度处的正确率"),
+            at_least("sinusoidal trained", 0.5, "accuracy at the trained length", "训练长度处的准确率"),
+            at_least("sinusoidal four", 0.5, "accuracy at four times the trained length", "四倍训练长度处的准确率"),
         ),
-        Text("With sinusoidal positions the accuracy is at least {sinusoidal trained:.0%} at the trained length and at most {sinusoidal four:.0%} at four times that length.", "使用正弦位置编码时，训练长度处的正确率至少 {sinusoidal trained:.0%}，四倍长度处至多 {sinusoidal four:.0%}。"),
+        Text("With sinusoidal positions the accuracy is at least {sinusoidal trained:.0%} at the trained length and at most {sinusoidal four:.0%} at four times that length.", "使用正弦位置编码时，训练长度处的准确率至少 {sinusoidal trained:.0%}，四倍长度处至多 {sinusoidal four:.0%}。"),
         draw_beyond, CAPTION,
         {"steps": 20},
         repetitions=3,
@@ -77,7 +77,7 @@ CLAIMS = (
             at_least("relative twice", 0.5, "relative positions at twice the trained length", "相对位置，两倍训练长度处"),
             at_least("causal mask alone trained", 0.2, "a causal mask alone at the trained length", "只有因果掩码，训练长度处"),
         ),
-        Text("At twice the trained length the accuracy is at most {learned twice:.0%} with a learned table, and at least {rotary twice:.0%} with rotary and {relative twice:.0%} with relative positions. ALiBi prefers near tokens but tells their order poorly: {ALiBi trained:.0%} at the trained length and {ALiBi four:.0%} at four times that. A causal mask alone reaches {causal mask alone trained:.0%} at the trained length.", "在两倍训练长度处，可学习的表正确率至多 {learned twice:.0%}，旋转位置至少 {rotary twice:.0%}，相对位置至少 {relative twice:.0%}。ALiBi 偏向近处的词元，但难以分辨次序：训练长度处 {ALiBi trained:.0%}，四倍长度处 {ALiBi four:.0%}。只有因果掩码时，训练长度处为 {causal mask alone trained:.0%}。"),
+        Text("At twice the trained length the accuracy is at most {learned twice:.0%} with a learned table, and at least {rotary twice:.0%} with rotary and {relative twice:.0%} with relative positions. ALiBi prefers near tokens but tells their order poorly: {ALiBi trained:.0%} at the trained length and {ALiBi four:.0%} at four times that. A causal mask alone reaches {causal mask alone trained:.0%} at the trained length.", "在两倍训练长度处，可学习的表准确率至多 {learned twice:.0%}，旋转位置至少 {rotary twice:.0%}，相对位置至少 {relative twice:.0%}。ALiBi 偏向近处的词元，但难以分辨次序：训练长度处 {ALiBi trained:.0%}，四倍长度处 {ALiBi four:.0%}。只有因果掩码时，训练长度处为 {causal mask alone trained:.0%}。"),
         draw_beyond, CAPTION,
         {"steps": 20},
         repetitions=3,

@@ -371,6 +371,6 @@ CLAIMS = (
         Text("Composed step by step in this order, the model differs from regard's classifier by {off:.1e}.", "按此顺序手工拼装，与 regard 的分类模型相差 {off:.1e}。"),
         draw_model,
         Text("Hidden states of twelve tokens, their mean, and the logits of three classes.",
-        "十二个词元的隐状态、它们的平均，以及三个类别的输出。"),
+        "十二个词元的隐藏状态、它们的平均，以及三个类别的输出。"),
     ),
 )  # fmt: skip

@@ -27,7 +27,7 @@ def draw_bottleneck(figure: Any, findings: Findings, tr: PickLabel) -> None:
     ):
         axis.plot(findings["lengths"], findings[name], "o-", label=label)
     axis.axhline(1 / 8, color="gray", linestyle="--", linewidth=1, label=tr("guessing", "随机猜测"))
-    axis.set(xlabel=tr("length of the sentence", "句子长度"), ylabel=tr("accuracy", "正确率"), ylim=(0, 1.05))
+    axis.set(xlabel=tr("length of the sentence", "句子长度"), ylabel=tr("accuracy", "准确率"), ylim=(0, 1.05))
     axis.legend()
 
 
@@ -93,13 +93,13 @@ CLAIMS = (
         r"c=h_n\qquad\text{or}\qquad c_i=\sum_j\alpha_{ij}h_j,\quad \alpha_{ij}\propto\exp\left(v^\top\tanh(W_qs_i+W_kh_j)\right)",
         bottleneck,
         (
-            at_least("long attention", 0.9, "accuracy at the greatest length with attention", "最大长度处的正确率，有注意力"),
+            at_least("long attention", 0.9, "accuracy at the greatest length with attention", "最大长度处的准确率，有注意力"),
             at_most("long vector", 0.5, "the same with one vector", "同上，只有一个向量"),
-            at_least("short attention", 0.9, "accuracy at the least length with attention", "最小长度处的正确率，有注意力"),
+            at_least("short attention", 0.9, "accuracy at the least length with attention", "最小长度处的准确率，有注意力"),
         ),
-        Text("With one vector the accuracy falls from {short vector:.0%} for two symbols to {long vector:.0%} for the longest rows; with attention it is {long attention:.0%} there. Both were trained on the same rows for the same number of steps.", "只有一个向量时，正确率由两个符号时的 {short vector:.0%} 降到最长时的 {long vector:.0%}；有注意力时，最长处仍为 {long attention:.0%}。两者在同样的数据上训练了同样的步数。"),
+        Text("With one vector the accuracy falls from {short vector:.0%} for two symbols to {long vector:.0%} for the longest rows; with attention it is {long attention:.0%} there. Both were trained on the same rows for the same number of steps.", "只有一个向量时，准确率由两个符号时的 {short vector:.0%} 降到最长时的 {long vector:.0%}；有注意力时，最长处仍为 {long attention:.0%}。两者在同样的数据上训练了同样的步数。"),
         draw_bottleneck,
-        Text("Accuracy per symbol against the length of the row (chance: 12.5%).", "每个符号的正确率随行长的变化（随机猜测为 12.5%）。"),
+        Text("Accuracy per symbol against the length of the row (chance: 12.5%).", "每个符号的准确率随行长的变化（随机猜测为 12.5%）。"),
         {"steps": 20, "lengths": (2, 6), "width": 16},
         repetitions=3,
     ),

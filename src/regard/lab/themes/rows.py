@@ -161,7 +161,7 @@ CLAIMS = (
     Claim(
         "norms", "symmetry", ("row sums",),
         Text("L1 and L2 normalisation make no convex combination; the softmax does", "L1 与 L2 归一化得不到凸组合，softmax 可以"),
-        Text("Divided by the sum of their sizes (L1) or by their length (L2), scores keep their signs, so weights are negative and do not sum to 1. Both also change if a constant is added to all scores; the softmax does not.", "把分数除以绝对值之和（L1）或除以其长度（L2），符号仍在，于是权重有负数，且和不为 1。给所有分数加上同一个常数，两者都会改变，softmax 则不变。"),
+        Text("Divided by the sum of their sizes (L1) or by their length (L2), scores keep their signs, so weights are negative and do not sum to 1. Both also change if a constant is added to all scores; the softmax does not.", "把得分除以绝对值之和（L1）或除以其长度（L2），符号仍在，于是权重有负数，且和不为 1。给所有得分加上同一个常数，两者都会改变，softmax 则不变。"),
         r"\frac{s_i}{\sum_j|s_j|},\qquad \frac{s_i}{\sqrt{\sum_j s_j^2}},\qquad \frac{e^{s_i}}{\sum_j e^{s_j}}",
         norms,
         (
@@ -171,7 +171,7 @@ CLAIMS = (
             at_most("sum off softmax", 1e-12, "the same, softmax", "同上，softmax"),
             between("outside softmax", 0, 0, "share of outputs outside the hull, softmax", "越出凸包的输出比例，softmax"),
             at_least("outside L2", 0.05, "the same, L2", "同上，L2", rule="mean"),
-            at_most("shift softmax", 1e-12, "change if 1 is added to all scores, softmax", "所有分数加 1 之后的变化，softmax"),
+            at_most("shift softmax", 1e-12, "change if 1 is added to all scores, softmax", "所有得分加 1 之后的变化，softmax"),
             at_least("shift L1", 0.01, "the same, L1", "同上，L1"),
         ),
         Text("The smallest weight is {least L1:.2f} with L1; row sums differ from 1 by up to {sum off L1:.1f} with L1, {sum off L2:.1f} with L2 and {sum off softmax:.0e} with the softmax. {outside L2:.0%} of the outputs lie outside the hull of the values with L2, none with the softmax.", "L1 的最小权重为 {least L1:.2f}；行和与 1 的偏差：L1 达 {sum off L1:.1f}，L2 达 {sum off L2:.1f}，softmax 为 {sum off softmax:.0e}。用 L2 时 {outside L2:.0%} 的输出在值的凸包之外，用 softmax 时一个也没有。"),

@@ -267,7 +267,7 @@ CLAIMS = (
         Text(
             "As d grows, the spread of unscaled scores grows, one key gets all the weight, and the gradient of the "
             "softmax vanishes. Scaling by 1/√d prevents this.",
-            "随着 d 增大，未缩放的分数彼此拉开，一个键独占全部权重，softmax 的梯度趋于 0。除以 √d 之后，这一切都不会发生。",
+            "随着 d 增大，未缩放的得分彼此拉开，一个键独占全部权重，softmax 的梯度趋于 0。除以 √d 之后，这一切都不会发生。",
         ),
         r"\frac{\partial \alpha_i}{\partial s_j}=\alpha_i(\delta_{ij}-\alpha_j)\;\to\;0\qquad(\alpha\to e_m)",
         saturation,
@@ -300,14 +300,14 @@ CLAIMS = (
         temperature,
         (
             at_least("sharpest", 0.999, "weight of the best key at T = gap / 10", "T 为分差的 1/10 时最匹配的键的权重"),
-            at_most("flattest", 0.02, "largest difference of two weights at T = 10 spreads", "T 为分数极差的 10 倍时两个权重的最大差"),
+            at_most("flattest", 0.02, "largest difference of two weights at T = 10 spreads", "T 为得分极差的 10 倍时两个权重的最大差"),
             between("rises", 1, 1, "the entropy rises with T (1: at every step)", "熵随 T 上升（1 表示每一步都是）"),
         ),
         Text(
             "What is cold or hot depends on the scores. At a tenth of the gap between the two best scores the weight of the best key is at "
             "least {sharpest:.5f}; at ten times the distance between best and worst score, weights differ by at most {flattest:.4f}, and the "
             "entropy is {entropy_last:.4f} (maximum: {uniform:.4f}).",
-            "高温与低温取决于分数本身。T 为最高与次高分之差的十分之一时，最匹配的键至少占 {sharpest:.5f}；T 为最高与最低分之差的十倍时，各权重之差不超过 "
+            "高温与低温取决于得分本身。T 为最高与次高得分之差的十分之一时，最匹配的键至少占 {sharpest:.5f}；T 为最高与最低得分之差的十倍时，各权重之差不超过 "
             "{flattest:.4f}，熵为 {entropy_last:.4f}（上限 {uniform:.4f}）。",
         ),
         draw_temperature,

@@ -134,7 +134,7 @@ CLAIMS = (
             at_most("chance", 0.15, "the same for random weights", "随机权重的相应比例"),
             at_least("translated", 0.9, "share of new sentences translated correctly", "新句子中译对的比例"),
         ),
-        Text("The largest weight of the best head is on the right source word in at least {aligned:.0%} of cases (chance: {chance:.0%}). The translator was trained for seconds without alignments and translates {translated:.0%} of new sentences correctly.", "对齐最好的头至少有 {aligned:.0%} 的时候看向正确的词（随机为 {chance:.0%}）；该翻译模型只训练了几秒，在新句子上的正确率为 {translated:.0%}，且从未被告知该看哪里。"),
+        Text("The largest weight of the best head is on the right source word in at least {aligned:.0%} of cases (chance: {chance:.0%}). The translator was trained for seconds without alignments and translates {translated:.0%} of new sentences correctly.", "对齐最好的头至少有 {aligned:.0%} 的时候看向正确的词（随机为 {chance:.0%}）；该翻译模型只训练了几秒，在新句子上的准确率为 {translated:.0%}，且从未被告知该看哪里。"),
         draw_alignment,
         Text("The weights of the best head; squares mark the true source words.",
         "对齐最好的头的权重；方框标出每个词真正的来源。"),
