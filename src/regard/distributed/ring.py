@@ -65,10 +65,10 @@ class ShardedCall:
 
 @dataclass(frozen=True)
 class RingStep:
-    """One step of the ring, for some query heads and the key/value heads (`groups`) that they attend to."""
+    """One step of the ring, for some query heads and the key/value heads (`kv_heads`) that they attend to."""
 
     heads: slice
-    groups: slice
+    kv_heads: slice
     step: int
     tag: int
 
@@ -198,10 +198,10 @@ def _ring_steps(call: ShardedCall) -> list[RingStep]:
     per_group, count = sizes.H // max(1, sizes.G), max(1, sizes.G)
     if ranks > 1:
         count = portion(sizes, max(call.plan.keys.lengths), sum(tensor.nbytes for tensor in call.tensors))
-    groups = [slice(g, min(g + count, sizes.G)) for g in range(0, sizes.G, count)]
+    kv_heads = [slice(g, min(g + count, sizes.G)) for g in range(0, sizes.G, count)]
     return [
         RingStep(slice(per_group * some.start, per_group * some.stop), some, step, 4 * (n * ranks + step))
-        for n, some in enumerate(groups)
+        for n, some in enumerate(kv_heads)
         for step in range(ranks)
     ]
 
@@ -213,7 +213,7 @@ def _arrivals(call: ShardedCall, key: Tensor, value: Tensor) -> Iterator[tuple[R
 
     def start_transfer(ring_step: RingStep) -> tuple[PendingTransfer | None, list[Tensor]]:
         target, source = (comm.rank + ring_step.step) % comm.ranks, (comm.rank - ring_step.step) % comm.ranks
-        out = [_select(x[:, ring_step.groups], spans, plan.pieces[target][comm.rank]) for x in (key, value)]
+        out = [_select(x[:, ring_step.kv_heads], spans, plan.pieces[target][comm.rank]) for x in (key, value)]
         if not ring_step.step:
             return None, out
         buffers = _receive_buffers(call, ring_step, plan.count(comm.rank, source), key)
@@ -262,7 +262,7 @@ def _add(call: ShardedCall, target: int, ring_step: RingStep, grads: Sequence[Te
     first, spans = 0, call.plan.keys.spans[call.comm.rank]
     for a, b in call.plan.pieces[target][call.comm.rank]:
         for total, grad in zip(sums[1:3], grads, strict=True):
-            total[:, ring_step.groups, _locate(spans, (a, b))] += grad[:, :, first : first + b - a]
+            total[:, ring_step.kv_heads, _locate(spans, (a, b))] += grad[:, :, first : first + b - a]
         first += b - a
 
 
@@ -288,8 +288,8 @@ def _sink_gradient(
 
 def _receive_buffers(call: ShardedCall, ring_step: RingStep, count: int, like: Tensor) -> list[Tensor]:
     """Buffers for `count` keys and values."""
-    sizes, groups = call.sizes, ring_step.groups.stop - ring_step.groups.start
-    return [like.new_empty(sizes.B, groups, count, width) for width in (sizes.D, sizes.E)]
+    sizes, kv_heads = call.sizes, ring_step.kv_heads.stop - ring_step.kv_heads.start
+    return [like.new_empty(sizes.B, kv_heads, count, width) for width in (sizes.D, sizes.E)]
 
 
 def _part(ring_step: RingStep, block: Block) -> CallSlice:

@@ -77,7 +77,7 @@ class DeltaSizes:
     value_heads: int
     d_head: int
     d_value: int
-    width: int = 4
+    kernel_size: int = 4
 
 
 @dataclass(frozen=True)
@@ -350,7 +350,7 @@ def _build_delta(config: LanguageConfig) -> nn.Module:
     sizes = config.delta
     return GatedDeltaNet(
         config.d_model, sizes.heads, value_heads=sizes.value_heads, d_head=sizes.d_head, d_value=sizes.d_value,
-        width=sizes.width, eps=config.eps,
+        kernel_size=sizes.kernel_size, eps=config.eps,
     )  # fmt: skip
 
 

@@ -10,25 +10,25 @@ from torch import Tensor, nn
 
 
 class ShortConvolution(nn.Module):
-    """A causal depthwise convolution over the last `width` tokens, followed by SiLU.
+    """A causal depthwise convolution over the last `kernel_size` tokens, followed by SiLU.
 
-    weight (channels, width): the last column is that of the current token.
+    weight (channels, kernel_size): the last column is that of the current token.
 
     >>> import regard as rg, torch
-    >>> y, past = rg.nn.ShortConvolution(8, width=4)(torch.randn(2, 5, 8))
+    >>> y, past = rg.nn.ShortConvolution(8, kernel_size=4)(torch.randn(2, 5, 8))
     >>> y.shape, past.shape
     (torch.Size([2, 5, 8]), torch.Size([2, 3, 8]))
     """
 
-    def __init__(self, channels: int, width: int = 4, *, bias: bool = False) -> None:
+    def __init__(self, channels: int, kernel_size: int = 4, *, bias: bool = False) -> None:
         super().__init__()
-        self.weight = nn.Parameter(torch.randn(channels, width) / math.sqrt(width))
+        self.weight = nn.Parameter(torch.randn(channels, kernel_size) / math.sqrt(kernel_size))
         self.bias = nn.Parameter(torch.zeros(channels)) if bias else None
 
     def forward(self, x: Tensor, past: Tensor | None = None, positions: Tensor | None = None) -> tuple[Tensor, Tensor]:
-        """Map x (B, N, channels) to the same shape; also return the last width - 1 inputs.
+        """Map x (B, N, channels) to the same shape; also return the last kernel_size - 1 inputs.
 
-        past: the inputs before x, (B, width - 1, channels), zero by default.
+        past: the inputs before x, (B, kernel_size - 1, channels), zero by default.
         positions: positions of packed tokens within their documents, (N,) or (B, N); no token reads another document.
         """
         N, before = x.shape[1], self.weight.shape[1] - 1

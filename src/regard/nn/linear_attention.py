@@ -113,7 +113,7 @@ class Mamba2(RecurrentLayer):
         d_head: int | None = None,
         d_state: int = 128,
         groups: int = 1,
-        width: int = 4,
+        kernel_size: int = 4,
     ) -> None:
         super().__init__()
         d_head = _divide(2 * d_model, heads) if d_head is None else d_head
@@ -122,7 +122,7 @@ class Mamba2(RecurrentLayer):
             raise ValueError(f"heads must be a multiple of groups, got heads={heads} and groups={groups}")
         channels = self.d_inner + 2 * groups * d_state
         self.input = linear(d_model, self.d_inner + channels + heads, bias=False)
-        self.convolution = ShortConvolution(channels, width, bias=True)
+        self.convolution = ShortConvolution(channels, kernel_size, bias=True)
         self.dt_bias, self.A_log = _initial_gate(heads)
         self.D = nn.Parameter(torch.ones(heads))
         self.norm = nn.RMSNorm(self.d_inner // groups, eps=1e-5, elementwise_affine=False)
@@ -153,7 +153,7 @@ class DeltaNet(RecurrentLayer):
         output = norm(attention(q, k, v, beta)) W_o        norm: RMS per head
 
     heads, value_heads: numbers of heads of queries and keys, and of values (a multiple; by default equal).
-    d_head, d_value: widths of a head's queries and values, d_model / heads by default. width: of the convolution.
+    d_head, d_value: widths of a head's queries and values, d_model / heads by default. kernel_size: of the convolution.
 
     >>> import regard as rg, torch
     >>> rg.nn.DeltaNet(32, heads=2)(torch.randn(2, 10, 32)).shape
@@ -168,7 +168,7 @@ class DeltaNet(RecurrentLayer):
         value_heads: int | None = None,
         d_head: int | None = None,
         d_value: int | None = None,
-        width: int = 4,
+        kernel_size: int = 4,
         eps: float = 1e-6,
     ) -> None:
         super().__init__()
@@ -181,7 +181,7 @@ class DeltaNet(RecurrentLayer):
         self.d_value = self.d_head if d_value is None else d_value
         self.widths = [heads * self.d_head, heads * self.d_head, self.value_heads * self.d_value]  # of q, k and v
         self.qkv = linear(d_model, sum(self.widths), bias=False)
-        self.convolution = ShortConvolution(sum(self.widths), width)
+        self.convolution = ShortConvolution(sum(self.widths), kernel_size)
         self.beta = linear(d_model, self.value_heads, bias=False)
         self.norm = nn.RMSNorm(self.d_value, eps=eps)
         self.output = linear(self.widths[2], d_model, bias=False)
@@ -221,10 +221,12 @@ class GatedDeltaNet(DeltaNet):
         value_heads: int | None = None,
         d_head: int | None = None,
         d_value: int | None = None,
-        width: int = 4,
+        kernel_size: int = 4,
         eps: float = 1e-6,
     ) -> None:
-        super().__init__(d_model, heads, value_heads=value_heads, d_head=d_head, d_value=d_value, width=width, eps=eps)
+        super().__init__(
+            d_model, heads, value_heads=value_heads, d_head=d_head, d_value=d_value, kernel_size=kernel_size, eps=eps
+        )
         self.decay, self.gate = (
             linear(d_model, self.value_heads, bias=False),
             linear(d_model, self.widths[2], bias=False),

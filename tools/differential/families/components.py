@@ -168,22 +168,27 @@ def residual(draw: Draw, d_model: int) -> Callable[[], rg.nn.Residual]:
 
 def recurrent(draw: Draw, d_model: int, name: str = "layer") -> nn.Module:
     """A layer with a recurrent state."""
-    heads, width = draw.pick("heads of a state", [1, 2]), draw.pick("convolution width", [4, 1, 2])
+    heads, kernel_size = draw.pick("heads of a state", [1, 2]), draw.pick("kernel size of the convolution", [4, 1, 2])
     d_head, d_value = draw.pick("key width", [4, 6, 16]), draw.pick("value width", [4, 10])
     values = heads * draw.pick("value heads of a key head", [1, 2])
     return {
         "retention": lambda: rg.nn.Retention(
-            d_model, heads, d_value=d_value, rotary=draw.pick("turn", [None, rg.nn.Rotary(100.0)])
+            d_model, heads, d_value=d_value, rotary=draw.pick("rotary", [None, rg.nn.Rotary(100.0)])
         ),
         "gla": lambda: rg.nn.GatedLinearAttention(d_model, heads, d_head=d_head, d_value=d_value, rank=3),
         "mamba2": lambda: rg.nn.Mamba2(
-            d_model, values, d_head=d_value, d_state=d_head, groups=draw.pick("state groups", [1, heads]), width=width
+            d_model,
+            values,
+            d_head=d_value,
+            d_state=d_head,
+            groups=draw.pick("state groups", [1, heads]),
+            kernel_size=kernel_size,
         ),
         "deltanet": lambda: rg.nn.DeltaNet(
-            d_model, heads, value_heads=values, d_head=d_head, d_value=d_value, width=width
+            d_model, heads, value_heads=values, d_head=d_head, d_value=d_value, kernel_size=kernel_size
         ),
         "gated deltanet": lambda: rg.nn.GatedDeltaNet(
-            d_model, heads, value_heads=values, d_head=d_head, d_value=d_value, width=width
+            d_model, heads, value_heads=values, d_head=d_head, d_value=d_value, kernel_size=kernel_size
         ),
     }[draw.pick(name, ["retention", "gla", "mamba2", "deltanet", "gated deltanet"])]()
 

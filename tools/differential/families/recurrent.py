@@ -82,8 +82,8 @@ def hybrid_encoder(draw: Draw) -> Subject:
 @family
 def short_convolution(draw: Draw) -> Subject:
     channels, lengths = draw.pick("channels", [1, 4, 20]), lengths_of(draw)
-    width, bias = draw.pick("convolution width", [4, 1, 2]), draw.pick("bias", [False, True])
-    build = partial(rg.nn.ShortConvolution, channels, width, bias=bias)
+    kernel_size, bias = draw.pick("kernel size of the convolution", [4, 1, 2]), draw.pick("bias", [False, True])
+    build = partial(rg.nn.ShortConvolution, channels, kernel_size, bias=bias)
 
     def plain(module: Any, item: Item) -> Tensor:
         return reference_convolution(module, item[0][None])[0]

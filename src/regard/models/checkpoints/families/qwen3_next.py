@@ -134,7 +134,7 @@ def write(config: LanguageConfig) -> Values:
         values |= {
             "linear_num_key_heads": sizes.heads, "linear_num_value_heads": sizes.value_heads,
             "linear_key_head_dim": sizes.d_head, "linear_value_head_dim": sizes.d_value,
-            "linear_conv_kernel_dim": sizes.width,
+            "linear_conv_kernel_dim": sizes.kernel_size,
         }  # fmt: skip
     return values | {
         "num_experts": config.experts, "moe_intermediate_size": effective_value(config, "d_expert"),
