@@ -1,4 +1,4 @@
-"""What a benchmark case is: inputs, our call, the peers', the definition in plain torch, and what must be reached."""
+"""A benchmark case: inputs, our call, the calls of peers, the definition in plain torch, and targets."""
 
 from __future__ import annotations
 
@@ -68,7 +68,7 @@ class Case:
 
 
 def torch_peer(name: str, function: Callable[[Inputs], Tensor], **options: Any) -> Peer:
-    """A peer that takes and gives torch tensors as ours does."""
+    """A peer whose inputs and output are torch tensors."""
     return Peer(name, lambda x, threads: lambda: function(x), **options)
 
 

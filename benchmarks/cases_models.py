@@ -1,4 +1,4 @@
-"""Whole models, with the same weights on every side: sentence embeddings, generation, a module that was replaced."""
+"""Whole models with the same weights in all libraries: sentence embeddings, generation, a replaced module."""
 
 from __future__ import annotations
 
@@ -42,18 +42,18 @@ def as_rows(output: Any) -> Tensor:
 
 
 def embedded(texts: Callable[[], Sequence[str]]) -> Reference:
-    """What transformers computes in float64, sentence by sentence, so that nothing is padded."""
+    """Embeddings by transformers in float64, one sentence per call, so that nothing is padded."""
     return lambda x, rows: as_rows(peers_models.embed_exactly([texts()[i] for i in rows.tolist()]))
 
 
 def flops_of(texts: Sequence[str]) -> float:
-    """Of the products with weights; attention itself adds a few percent."""
+    """FLOPs of the products with weights; attention itself adds a few percent."""
     blocks = sum(p.numel() for name, p in embedder().named_parameters() if "embedding" not in name and p.dim() > 1)
     return 2.0 * blocks * sum(len(e.ids) for e in peers_models.tokenizer().encode_batch(list(texts)))
 
 
 def product_of(flops: Callable[[], float]) -> Peer:
-    """A large square product of torch's, whose time is scaled to the FLOPs of a case: its ratio is the share of it."""
+    """A large square product in torch, whose time is scaled to the FLOPs of a case."""
     size = 1536
     a, b = normal(size, size, seed=1), normal(size, size, seed=2)
     return torch_peer(
@@ -121,7 +121,7 @@ def generation() -> Iterator[Case]:
 
 
 def tokens(vocabulary: int, *shape: int) -> Tensor:
-    """Ids that no tokenizer keeps for itself."""
+    """Ids that are no special tokens."""
     return torch.randint(1000, vocabulary, shape, generator=torch.Generator().manual_seed(0))
 
 

@@ -1,4 +1,4 @@
-"""The cases that other kernels do not know: windows, sparse masks, biases, additive scores, linear attention."""
+"""Cases beyond dense attention: windows, sparse masks, biases, additive scores, linear attention."""
 
 from __future__ import annotations
 
@@ -59,7 +59,7 @@ def window_training() -> Iterator[Case]:
 
 
 def sparse() -> Iterator[Case]:
-    """Time against dense attention's, times the share of tiles that the mask leaves."""
+    """Compared with dense attention times the share of tiles that the mask leaves."""
     for N, heads, quick in ((2048, 2, True), (8192, 2, False)):
         ids = torch.arange(N) // 500
         patterns = {
@@ -211,7 +211,7 @@ def additive() -> Iterator[Case]:
 
 
 def statistics() -> Iterator[Case]:
-    """Against half the time of the forward pass: scores and no values."""
+    """Compared with half the time of the forward pass, since there are scores and no values."""
     half = torch_peer("half of our forward", plain, reference=_PLAIN, share=0.5, ours=True)
     narrow = torch_peer("our forward with values of width 1", _narrow, reference=_narrow_rows, ours=True)
 
@@ -305,7 +305,7 @@ def delta_rule() -> Iterator[Case]:
 
 
 def _favor_rows(count: int) -> Callable[[Inputs, Tensor], Tensor]:
-    """With the directions that `favor` draws."""
+    """Reference rows with the random directions that `favor` draws."""
     from regard.linear.features import _directions
 
     features = define.favor(_directions(count, 64, 0))

@@ -19,11 +19,11 @@ ROWS = 48
 
 
 class WrongResult(Exception):
-    """A result that is not what the definition says: no time is printed for it."""
+    """A result that differs from the definition; no time is printed for it."""
 
 
 def rows_of(length: int) -> Tensor:
-    """The first, the last and some between, always the same."""
+    """Return the rows to compare: the first, the last and some between, always the same."""
     order = torch.randperm(length, generator=torch.Generator().manual_seed(7))[:ROWS]
     return torch.cat([order, torch.tensor([0, length - 1])]).unique()
 

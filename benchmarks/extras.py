@@ -1,4 +1,4 @@
-"""What is not one case: growth over N, mask tables, and the grid against torch's kernel."""
+"""Measurements over many sizes: growth with N, mask tables, and a grid of calls compared with torch's kernel."""
 
 from __future__ import annotations
 
@@ -136,7 +136,7 @@ QUICK_SHAPES = SHAPES[:3] + SHAPES[4:6] + SHAPES[8:11]
 
 
 def grid(threads: int, quick: bool) -> Iterator[Report]:
-    """What selection takes against the sdpa engine, for shapes, masks and directions."""
+    """Time of the selected engine and of `sdpa`, for shapes and masks, forward and backward."""
     for B, H, G, Q, K, D in QUICK_SHAPES if quick else SHAPES:
         lengths = [max(1, K * (n + 1) // (B + 1)) for n in range(B)]
         masks = {"plain": None, "causal": rg.causal(), "padding": rg.padding(lengths)}

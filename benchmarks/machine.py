@@ -1,4 +1,4 @@
-"""What the machine can do at best: fused multiply-adds in registers, and reads of memory."""
+"""The peak of the machine: fused multiply-adds in registers, and reads of memory."""
 
 from __future__ import annotations
 
@@ -118,7 +118,7 @@ def read_call(tensors: list[Tensor], threads: int) -> Callable[[], object]:
 
 
 def describe() -> dict[str, str]:
-    """The machine, and the versions of all that took part."""
+    """The machine, and the versions of all competitors."""
     names = ["torch", "numpy", "onnxruntime", "openvino", "jax", "x-transformers", "local-attention", "transformers"]
     names += ["linear-attention-transformer", "performer-pytorch"]
     facts = {"cpu": _cpu(), "system": f"{platform.system()} {platform.release()}, Python {platform.python_version()}"}

@@ -1,4 +1,4 @@
-"""One case: build the competitors, check each, let them take turns."""
+"""Measure one case: build the competitors, check each, and time them in turns."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ _best_rate: dict[int, float] = {}  # the highest peak seen so far, by threads
 
 @dataclass
 class Result:
-    """Of one case: seconds of our call, peer time / ours for each, and those that have none, with the reason."""
+    """The result of one case: seconds of our call, peer time / ours, and the reasons of peers without a time."""
 
     name: str
     row: str
@@ -45,7 +45,7 @@ class Result:
 
 
 def format_target(target: dict[str, Any]) -> str:
-    """A target and what was measured, in words: with a digit more than elsewhere, since a narrow miss is no hit."""
+    """Format a target and the measured value, with one digit more than elsewhere to show narrow misses."""
     if target["peer"] in (PEAK, READS):
         noise = " (more than the machine can do: measured in noise)" if target["ratio"] > BELIEVED else ""
         return f"{target['ratio']:.1%} of {target['peer']}, at least {target['at_least']:.0%}{noise}"

@@ -1,4 +1,4 @@
-"""The other libraries, each imported only when it is built, and each given its inputs in the layout it likes best.
+"""The other libraries. Each is imported when it is built, and gets its inputs in its preferred layout.
 
 A library that is not installed raises ImportError from `build`: it is left out and named in the report.
 """
@@ -44,12 +44,12 @@ def sdpa(*, causal: bool = False, dropout: float = 0.0, name: str = SDPA, refere
 
 
 def sdpa_biased(bias: Callable[[Inputs], Tensor], name: str = "SDPA, materialised bias") -> Peer:
-    """torch's kernel with a bias (H, N, N), made in the call."""
+    """torch's kernel with a bias (H, N, N) that the call builds."""
     return torch_peer(name, lambda x: F.scaled_dot_product_attention(x["q"], x["k"], x["v"], attn_mask=bias(x)))
 
 
 def sdpa_given(bias: Callable[[Inputs], Tensor], name: str = "SDPA, materialised bias") -> Peer:
-    """The same with a bias that lies ready."""
+    """The same with a bias that is built before the call."""
 
     def build(x: Inputs, threads: int) -> Callable[[], Tensor]:
         ready = bias(x).detach()
@@ -155,7 +155,7 @@ def jax(*, causal: bool = False) -> Peer:
 
 
 def flex(allowed: Callable[..., Tensor]) -> Peer:
-    """FlexAttention through torch.compile, with its block mask made beforehand."""
+    """FlexAttention through torch.compile, with a block mask that is built before the call."""
 
     def build(x: Inputs, threads: int) -> Callable[[], Tensor]:
         from torch.nn.attention.flex_attention import create_block_mask, flex_attention

@@ -1,4 +1,4 @@
-"""Other libraries' whole models, with the weights that ours have too. Each is made once, when it is first called."""
+"""Whole models of other libraries, with the same weights as ours. Each is built once, on its first call."""
 
 from __future__ import annotations
 
@@ -56,7 +56,7 @@ def embed_exactly(texts: list[str]) -> Tensor:
 
 
 def sentence_transformers(run: Callable[[Embed], Tensor]) -> Peer:
-    """It sorts by length and pads each batch of 32."""
+    """Embeddings by sentence-transformers, which sorts by length and pads each batch of 32."""
 
     def build(x: Inputs, threads: int) -> Callable[[], Tensor]:
         from sentence_transformers import SentenceTransformer

@@ -1,4 +1,4 @@
-"""The run as one picture: for every case, how many times longer the peers take."""
+"""Draw a run: for every case, the time of each peer divided by ours."""
 
 from __future__ import annotations
 

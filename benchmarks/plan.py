@@ -1,4 +1,4 @@
-"""What `regard plan` predicts, compared with what is measured: memory, bytes moved and time of real steps.
+"""Compare the predictions of `regard plan` with measured memory, bytes and times of real steps.
 
     python -m benchmarks.plan --cores 2
 
@@ -91,7 +91,7 @@ def described() -> ModelShape:
 
 
 def run(split: Split) -> dict[str, float]:
-    """Train by so many processes, and what the busiest measured."""
+    """Train with this number of processes, and return the measurements of the busiest."""
     command = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", str(split.ranks)]
     command += ["--master-addr", "127.0.0.1", "--master-port", "29611"]
     command += ["-m", "benchmarks.plan", "--split", json.dumps(asdict(split))]
@@ -192,7 +192,7 @@ def resident(name: str) -> int:
 
 
 def loopback() -> int:
-    """Bytes that went over the loopback device."""
+    """Bytes sent over the loopback device."""
     line = next(line for line in Path("/proc/net/dev").read_text().splitlines() if line.strip().startswith("lo:"))
     return int(line.split(":")[1].split()[8])
 

@@ -15,7 +15,7 @@ _now = time.perf_counter
 
 
 def use_cpu_time() -> None:
-    """Count the seconds that this process computes, not those that pass: for one thread on a busy machine."""
+    """Measure processor time instead of wall-clock time, for one thread on a busy machine."""
     global _now
     _now = time.process_time
 
@@ -28,7 +28,7 @@ def clock(call: Callable[[], Any], times: int = 1) -> float:
 
 
 def time_interleaved(calls: dict[str, Callable[[], Any]], budget: float) -> dict[str, float]:
-    """Seconds that one call of each takes at best.
+    """Return the least seconds of one call of each.
 
     A competitor leaves once it has had its rounds and twice its share of the budget, so that slow ones do not hold
     up the rest. A quick call is made once before it is timed, since another's threads and data were there before.

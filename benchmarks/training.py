@@ -35,7 +35,7 @@ TOKENS = 4096  # in a batch
 
 
 class TorchTranslator(nn.Module):
-    """torch's own Transformer with what it lacks: embeddings, positions, logits by the same table."""
+    """torch's own Transformer, with embeddings, positions and a tied output layer added."""
 
     def __init__(self, vocabulary: int, task: Translate) -> None:
         super().__init__()

@@ -1,4 +1,4 @@
-"""What the viewer costs: size of pages, first paint and hover in Chromium, and windows of a long sequence.
+"""Costs of the viewer: size of pages, first paint and hover in Chromium, and windows of a long sequence.
 
 python -m benchmarks.viewing
 """
@@ -61,7 +61,7 @@ def page(folder: Path) -> None:
 
 
 def windows(tokens: int) -> None:
-    """Live, of one layer of 12 causal heads; once it is ready."""
+    """Time windows of a live page with one layer of 12 causal heads."""
     record = capture_record(tokens, 1, 12)
     began = time.perf_counter()
     record.precompute()

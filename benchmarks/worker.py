@@ -25,7 +25,7 @@ _COMPILED = ("compile", "FlexAttention")
 
 
 def chosen(quick: bool, only: str, threads: int = 0) -> list[Case]:
-    """The cases that are asked for; at a number of threads, those that are measured there."""
+    """The requested cases; given a number of threads, those that are measured with it."""
     return [
         case
         for case in cases()

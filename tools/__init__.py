@@ -1,1 +1,1 @@
-"""Tools for those who work on the library: each is a package that runs by `python -m tools.<name>`."""
+"""Tools for contributors, each run by `python -m tools.<name>`."""

@@ -81,7 +81,7 @@ class Library:
         self.library, self.isa = ctypes.CDLL(str(path)), isa
 
     def __call__(self, name: str, x: np.ndarray, result: type | None = None) -> np.ndarray:
-        """Of float32 or float64, or for conversions of `result`, halves as uint16."""
+        """Apply the function to float32 or float64 numbers; halves of conversions are uint16."""
         x, out = np.ascontiguousarray(x), np.empty(x.shape, result or x.dtype)
         suffix = "" if name.startswith(("widen", "narrow")) else "_f32" if x.dtype == np.float32 else "_f64"
         call = getattr(self.library, f"{name}{suffix}_{self.isa}")

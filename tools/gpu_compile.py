@@ -50,7 +50,7 @@ def cases(width: int) -> dict[str, rg.Attention]:
 
 @dataclass
 class Compiled:
-    """What the compiler says about a kernel."""
+    """What the compiler reports about a kernel."""
 
     target: str
     kernel: str
@@ -149,7 +149,7 @@ def assemble(ptx: str) -> tuple[int, int]:
 
 
 def faults(row: Compiled) -> list[str]:
-    """What a compiled kernel must not be."""
+    """Return the defects of a compiled kernel."""
     result = []
     if row.shared > SHARED[row.target]:
         result.append(f"takes {row.shared} bytes of shared memory of {SHARED[row.target]}")

@@ -1,4 +1,4 @@
-"""A differential tester: every module and model, run in many ways, against one plain path in float64."""
+"""A differential tester: every module and model, run in many ways, compared with one plain path in float64."""
 
 from tools.differential.search import FAMILIES, Finding, check, is_confirmed, replay, search, simplify
 from tools.differential.ways import WAYS

@@ -10,7 +10,7 @@ T = TypeVar("T")
 
 
 class Draw:
-    """Choices drawn from a seed, each by its name alone: fixing one leaves the others as they were.
+    """Choices drawn from a seed, each by its name alone: fixing one does not change the others.
 
     fixed: numbers of options, by the name of the choice; if it is given, every other choice is option 0. Options are
     listed from the simplest to the least simple, so that a configuration is made simpler by choosing option 0.

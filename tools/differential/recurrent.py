@@ -1,4 +1,4 @@
-"""The yardstick of recurrent layers: one token after the other, by the formulas of their papers."""
+"""The reference of recurrent layers: one token after the other, by the formulas of their papers."""
 
 from __future__ import annotations
 

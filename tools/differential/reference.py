@@ -1,4 +1,4 @@
-"""The yardstick: one sequence after the other, in attention written out use_reference, without an engine."""
+"""The reference: one sequence per call, with attention written out in dense torch, without an engine."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ from tools.differential.recurrent import recurrent
 
 @contextmanager
 def use_reference() -> Iterator[None]:
-    """Within, no engine computes: attention and the modules below are the functions of this file."""
+    """Replace attention and the modules below by the functions of this file, inside the context."""
     with ExitStack() as stack:
         for name in list(ENGINES):
             stack.enter_context(exclude_engine(name))

@@ -1,4 +1,4 @@
-"""What is compared: a module, sequences for it, and the forms in which the sequences can be given to it."""
+"""A subject: a module, sequences for it, and the forms in which it accepts them."""
 
 from __future__ import annotations
 

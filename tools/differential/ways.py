@@ -66,7 +66,7 @@ class Yardstick:
         return self.memory[dtype]
 
     def farthest(self, module: nn.Module, items: Sequence[Item], outs: list[Tensor]) -> list[Tensor]:
-        """Results that are as far from the exact ones as any of a few, whose weights differ by a rounding.
+        """Of a few results whose weights differ by a rounding, return the one farthest from the exact result.
 
         In 16 bits, a norm of what cancels may turn around; one path may be lucky.
         """
@@ -209,7 +209,7 @@ class Run:
 
     @property
     def module(self) -> nn.Module:
-        """A copy that no other way has used."""
+        """A fresh copy of the module."""
         return copy.deepcopy(self.yardstick.module)
 
     def check(self, module: Any, dtype: torch.dtype = torch.float32) -> None:

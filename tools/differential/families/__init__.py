@@ -1,4 +1,4 @@
-"""What can be drawn: families of subjects, by name."""
+"""Families of subjects that can be drawn, by name."""
 
 from tools.differential.families import media, recurrent, variants
 from tools.differential.families.modules import MODULES

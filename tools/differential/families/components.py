@@ -26,7 +26,7 @@ RESIDUALS: dict[str, Callable[..., rg.nn.Residual]] = {
 
 
 class Described(NamedTuple):
-    """A maker of descriptions, so that every module has one of its own, and what it permits.
+    """A function that builds a description for each module, and the properties of that description.
 
     causal: no query sees a later key, so that it can be cached.
     shifts: it depends on distances only, so that it is the same wherever a sequence starts.

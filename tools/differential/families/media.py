@@ -110,7 +110,7 @@ def speaking(draw: Draw) -> Subject:
         return own.rows(torch.cat((frames.frames, frames.ends.repeat_interleave(step, 1)[..., None]), -1))
 
     def generated(module: Any, items: Sequence[Item]) -> list[Tensor]:
-        """What is said with a cache is what the same frames give at once."""
+        """Frames generated with a cache equal those of one pass over the same frames."""
         outputs = []
         for source, target in items:
             frames = module.generate([source], max_frames=len(target))[0].frames
@@ -159,7 +159,7 @@ def vision(draw: Draw) -> Subject:
         return out[F.pad(seen, (int(config.class_token), 0), value=True)]
 
     def hide(image: Tensor) -> Tensor:
-        """Other pixels where a patch is not seen."""
+        """Replace the pixels of masked patches."""
         grid = seen.view(height // 4, width // 4).repeat_interleave(4, 0).repeat_interleave(4, 1)
         grid = F.pad(grid, (0, width % 4, 0, height % 4), value=True)
         return torch.where(grid, image, torch.randn(image.shape).to(image.dtype) * 5)

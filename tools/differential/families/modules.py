@@ -56,7 +56,7 @@ def hidden(draw: Draw, lengths: Sequence[int], width: int, name: str = "x") -> l
 
 
 def chunks(draw: Draw, length: int) -> list[int]:
-    """Sizes of the pieces in which a cached sequence comes."""
+    """Sizes of the pieces of a cached sequence."""
     largest, random, sizes = draw.pick("largest chunk", [1, 3, 7]), draw.random("chunks"), list[int]()
     while sum(sizes) < length:
         sizes.append(min(random.randint(1, largest), length - sum(sizes)))
