@@ -19,6 +19,7 @@ import statistics
 import subprocess
 import sys
 import time
+from collections.abc import Callable
 from contextlib import ExitStack, nullcontext
 from dataclasses import asdict, replace
 from pathlib import Path
@@ -128,9 +129,9 @@ def train(split: Split) -> None:
     objective.model = LanguageModel(CONFIG)
     model = objective.model
     objective.forward = lambda *given: model.loss(*given)
-    together = (
-        state.sharing(split.sequence, torch.device("cpu"), method=split.method) if split.sequence > 1 else nullcontext
-    )  # fmt: skip
+    together: Callable[[], Any] = nullcontext
+    if split.sequence > 1:
+        together = state.sequence_contexts(split.sequence, torch.device("cpu"), method=split.method)
     if split.fsdp:
         state.shard(objective)
     elif world > 1:

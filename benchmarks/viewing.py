@@ -11,7 +11,7 @@ import time
 from pathlib import Path
 
 import torch
-from tests.view.browser import Tab, launched
+from tests.view.browser import Tab, launch_browser
 
 import regard as rg
 import regard.view
@@ -47,11 +47,11 @@ def page(folder: Path) -> None:
     """12 layers of 12 heads over 512 tokens."""
     path = capture_record(512, 12, 12).save(folder / "page.html")
     print(f"512 tokens, 12 x 12 heads: page {path.stat().st_size / 1e6:.2f} MB")
-    with launched() as browser:
+    with launch_browser() as browser:
         paints = []
         for _ in range(3):
             tab = Tab(browser).open(path.as_uri())
-            tab.settled()
+            tab.wait_frames()
             paints.append(tab.page.evaluate(PAINT))
         tab.open(path.as_uri(), "view=tokens")
         tab.page.wait_for_selector(".column-query .row")

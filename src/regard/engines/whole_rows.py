@@ -156,21 +156,21 @@ def gradients(
         shared, columns = pieces.kv_head_slice(row), tile.at.box[3] if tile.at.box is not None else slice(None)
         inside = [row.box, *[(row.batch, shared, columns)] * 2]
         first = {id(tensor): n for n, tensor in reversed(list(enumerate(given)))}  # a tensor may be used twice
-        leaves = [n for n, tensor in enumerate(given) if tensor.requires_grad and first[id(tensor)] == n]
-        if not leaves or not part.requires_grad:
+        indices = [n for n, tensor in enumerate(given) if tensor.requires_grad and first[id(tensor)] == n]
+        if not indices or not part.requires_grad:
             continue
-        chosen = [given[n] for n in leaves]
+        chosen = [given[n] for n in indices]
         derivatives = torch.autograd.grad(
             part, chosen, grad_output[row.box], create_graph=motion is not None, allow_unused=True
         )
         if motion is not None:
-            along = [motion.inside(n, given[n], inside[min(n, 2)], tile.at) for n in leaves]
+            along = [motion.inside(n, given[n], inside[min(n, 2)], tile.at) for n in indices]
             pairs = [(x, t) for x, t in zip(derivatives, along, strict=True) if x is not None and t is not None]
             pairs = [(x, t) for x, t in pairs if x.requires_grad]
             if not pairs:
                 continue
             derivatives = torch.autograd.grad([x for x, _ in pairs], chosen, [t for _, t in pairs], allow_unused=True)
-        for n, grad in zip(leaves, derivatives, strict=True):
+        for n, grad in zip(indices, derivatives, strict=True):
             if grad is not None:
                 cut = n >= 3 and grad.shape != grads[n].shape
                 target = tile.at.take(pad_leading(grads[n])) if cut else grads[n][inside[n]] if n < 3 else grads[n]
