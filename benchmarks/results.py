@@ -77,6 +77,19 @@ RESULTS = (
         low=True,
     ),
     Result(
+        "wikitext-masked", "WikiText-2, masked words", "perplexity",
+        "masked --data {data}/language_modelling/wikitext2-train.raw.gz "
+        "--validation {data}/language_modelling/wikitext2-valid.raw.gz "
+        "--test {data}/language_modelling/wikitext2-test.raw.gz --vocabulary 4000 --d-model 128 --layers 2 "
+        "--longest 128 --tokens 2048 --steps 1500 --warmup 100 --save-every 50",
+        low=True,
+    ),
+    Result(
+        "tatoeba-embed", "Tatoeba, each English sentence's French translation among those of the test rows", "recall@1",
+        "embed --data {data}/translation/tatoeba_en_fr.tsv.xz --vocabulary 6000 --d-model 128 --layers 2 "
+        "--tokens 2048 --steps 1000 --save-every 50",
+    ),
+    Result(
         "fashion", "Fashion-MNIST (Debian's dataset-fashion-mnist), official test images", "accuracy",
         "images --data {runs}/fashion-mnist --held-out 4000 --flip --shift 1 --steps 7000", 0.9,
     ),
