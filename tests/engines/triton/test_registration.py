@@ -32,7 +32,7 @@ DESCRIPTIONS: dict[str, Callable[[], dict[str, Any]]] = {
 }
 
 
-def drawn() -> list[Tensor]:
+def random_inputs() -> list[Tensor]:
     shapes = (1, H, Q, D), (1, 1, K, D), (1, 1, K, E)
     return [normal(*shape, seed=n, dtype=torch.float32).requires_grad_() for n, shape in enumerate(shapes)]
 
@@ -40,7 +40,7 @@ def drawn() -> list[Tensor]:
 @pytest.mark.parametrize("name", DESCRIPTIONS)
 def test_it_compiles_into_one_graph_with_the_same_bits(name: str) -> None:
     torch.compiler.reset()
-    inputs, attend = drawn(), rg.Attention(**DESCRIPTIONS[name]())
+    inputs, attend = random_inputs(), rg.Attention(**DESCRIPTIONS[name]())
     given = [*inputs, *(tensor for tensor in attend.tensors() if tensor.requires_grad)]
 
     def call(query: Tensor, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor]:
@@ -79,14 +79,14 @@ def test_only_wanted_gradients_are_computed(monkeypatch: pytest.MonkeyPatch) -> 
         run(device, kernel, *arguments, **constants)
 
     monkeypatch.setattr(launch, "launch", record)
-    attend, inputs = rg.Attention(bias=rg.alibi(H)), drawn()
+    attend, inputs = rg.Attention(bias=rg.alibi(H)), random_inputs()
     output = torch.compile(lambda *x: attend(*x, engine="triton"), backend="aot_eager")(*inputs)
     gradients(output, inputs)
     assert kernels == ["forward_kernel", "query_gradient_kernel", "key_gradient_kernel"]
 
 
 def test_the_operator_is_registered_as_torch_wants_it() -> None:
-    query, key, value = (tensor.contiguous() for tensor in drawn())
+    query, key, value = (tensor.contiguous() for tensor in random_inputs())
     sink = normal(H, dtype=torch.float32).requires_grad_()
     fixed = ([], None, None, [0.5, 0.0, 1.0, 0.0], [0] * 6)
     torch.library.opcheck(torch.ops.regard.triton_dot, (query, key, value, None, None, None, sink, None, *fixed))
@@ -94,7 +94,7 @@ def test_the_operator_is_registered_as_torch_wants_it() -> None:
 
 def test_what_a_graph_cannot_contain_is_refused() -> None:
     torch.compiler.reset()
-    inputs = [tensor.detach() for tensor in drawn()]
+    inputs = [tensor.detach() for tensor in random_inputs()]
 
     def call(offset: Tensor) -> Tensor:
         return rg.attention(*inputs, mask=rg.causal(), offset=offset, engine="triton")
