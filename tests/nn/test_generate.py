@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import itertools
 
 import numpy as np
@@ -9,6 +10,7 @@ import pytest
 import torch
 from torch import Tensor
 
+from regard.models import LanguageConfig, LanguageModel
 from regard.nn import Beam, GenerationState, Greedy, Sample
 from regard.nn.generate import generate, generate_steps
 
@@ -132,3 +134,18 @@ def test_a_seed_makes_sampling_reproducible() -> None:
 def test_invalid_strategies_raise(build, message: str) -> None:
     with pytest.raises(ValueError, match=message):
         build()
+
+
+@torch.no_grad()
+def test_a_state_is_branched_by_its_rows_and_not_by_a_copy() -> None:
+    sizes = {"vocabulary": 20, "d_model": 16, "layers": 2, "heads": 2, "d_hidden": 16}
+    model = LanguageModel(LanguageConfig(**sizes, windows=(3, None))).double().eval()
+    prompts = [torch.tensor([1, 2, 3, 4, 5]), torch.tensor([6, 7])]
+    state, first = model.start_generation(prompts)
+    state.step(first)
+    with pytest.raises(TypeError, match=r"repeat rows with reorder\(rows\)"):
+        copy.deepcopy(state)
+    state.reorder(torch.tensor([0, 1, 1]))
+    logits = state.step(torch.tensor([[8], [9], [10]]))
+    for row, (n, token) in zip(logits, [(0, 8), (1, 9), (1, 10)], strict=True):
+        torch.testing.assert_close(row, model(torch.cat((prompts[n], torch.tensor([token])))[None])[0, -1])

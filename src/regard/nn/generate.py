@@ -5,6 +5,7 @@ from __future__ import annotations
 import operator
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 import torch
@@ -48,6 +49,12 @@ class GenerationState:
         if self.left_padding is not None:
             self.left_padding = self.left_padding[rows]
             self._context = LayerContext(left_padding=self.left_padding)
+
+    def __reduce_ex__(self, protocol: object) -> Any:
+        raise TypeError(
+            "a GenerationState cannot be copied or pickled, because its forward writes to the caches of the original; "
+            "to branch, repeat rows with reorder(rows), or start another generation"
+        )
 
 
 @dataclass(frozen=True)
