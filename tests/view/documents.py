@@ -83,6 +83,8 @@ def add(
         "entropy": statistics.entropy[0], "distance": statistics.distance[0], "max_logit": statistics.max_logit[0],
         "first": statistics.mass[0],
     }  # fmt: skip
+    if kind == "cross":
+        del curves["distance"]
     step = max(1, Q // 1024)
 
     def put(name: str, tensor: Tensor, dtype: str = "float16") -> str:

@@ -235,6 +235,15 @@ def test_statistics_are_the_means_of_the_document(tab: Open, samples: dict[str, 
     opened.page.wait_for_function("() => location.hash.includes('head=2') && location.hash.includes('attention=1')")
 
 
+def test_statistics_say_that_cross_attention_has_no_distance(tab: Open) -> None:
+    opened = tab("translation", "view=statistics&kind=cross&statistic=distance")
+    assert opened.page.inner_text(".statistics-main > p").startswith("Cross-attention has no distance")
+    assert not opened.page.is_visible(".chart")
+    opened.page.click("[role=radio][data-key=entropy]")
+    assert opened.page.inner_text(".statistics-main > p").startswith("Entropy of the weights")
+    assert opened.page.is_visible(".chart")
+
+
 def test_heads_are_sorted_and_filtered(tab: Open, samples: dict[str, Sample]) -> None:
     opened = tab("translation")
     about = samples["translation"].about["attentions"]

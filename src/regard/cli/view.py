@@ -88,7 +88,7 @@ def make_capture(predictor: Predictor) -> Callable[[str], Any]:
                     record = capture_text(predictor.model, predictor.tokenizer, given)
                 else:
                     record = capture_image(predictor.model, given)
-        record.title = f"{predictor.kind}, {Path(predictor.name).resolve().name}"
+        record.title = f"{Path(predictor.name).resolve().name}, {predictor.kind}"
         return record
 
     return capture_input

@@ -117,6 +117,7 @@ export function statisticsView(app) {
     const attention = app.attention();
     const name = attention?.statistics?.[ARRAYS[state.statistic] ?? state.statistic];
     curve.replaceChildren();
+    curve.toggleAttribute("hidden", !name);
     title.textContent = "";
     if (!name) return;
     const { data, shape } = await app.source.array(name);
@@ -149,7 +150,7 @@ export function statisticsView(app) {
     async update() {
       const { t, state } = app;
       which.set(STATISTICS.map((name) => [name, t(name)]), state.statistic, t("statistic"));
-      meaning.textContent = t(`${state.statistic}.long`);
+      meaning.textContent = t(state.kind === "cross" && state.statistic === "distance" ? "distance.none" : `${state.statistic}.long`);
       matrix();
       roles();
       await chart();
