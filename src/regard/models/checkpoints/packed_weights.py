@@ -43,9 +43,9 @@ def split(name: str, weight: PackedWeight) -> Iterator[tuple[str, Tensor]]:
         pairs = F.pad(numbers, (0, numbers.shape[1] % 2)).unflatten(1, (-1, 2))
         numbers = pairs[..., 0] | pairs[..., 1] << 4
     yield f"{name}.{'int8' if content.format == 'int8' else 'int4'}", numbers.contiguous()
-    yield f"{name}.scale", content.scale
+    yield f"{name}.scale", content.scale.contiguous()  # of one panel, they are a view
     if content.minimum is not None:
-        yield f"{name}.minimum", content.minimum
+        yield f"{name}.minimum", content.minimum.contiguous()
 
 
 class RoundedWeights:
