@@ -58,6 +58,22 @@ def test_scales_cover_all_magnitudes_of_float32(format, factor):
     assert group_error(weight, quantize(weight, format).dequantize()) < 0.18
 
 
+@pytest.mark.parametrize("size", [1e-37, 1e-39, 1e-42, 2**-149])
+@pytest.mark.parametrize("format", ["int8", "int4"])
+def test_subnormal_weights_are_packed(format, size):
+    for weight in (random(40, 64).clamp(-1, 1) * size, random(40, 64).abs() * size):
+        quantized = quantize(weight, format)
+        assert (quantized.dequantize() - weight).abs().max() <= 0.2 * weight.abs().max() + 8 * 2**-149
+        assert torch.equal(PackedWeight.pack(quantized).unpack(), quantized.dequantize())
+
+
+def test_scales_of_very_different_groups_are_packed():
+    numbers, scale = torch.ones(32, 64, dtype=torch.uint8), torch.full((32, 2), 3 * 2.0**-39)
+    minimum = torch.tensor([1.0, 0.0]).expand(32, 2)  # 2^15 and 3 * 2^-24 are float16 numbers
+    quantized = Quantized("int4_minimum", numbers, scale, minimum)
+    assert torch.equal(PackedWeight.pack(quantized).unpack(), quantized.dequantize())
+
+
 def test_int4_has_less_error_than_one_scale_by_the_largest_number():
     weight = random(64, 256)
     groups = weight.unflatten(1, (-1, GROUP))
@@ -180,6 +196,8 @@ def test_weights_that_cannot_be_rounded_report_why():
     weight = random(64, 64)
     weight[3, 4] = float("inf")
     assert "NaN or infinite" in why_not(weight, "int8")
+    weight[3, 4] = 3.4e38  # a multiple of a rounded scale would be infinite
+    assert "above 1e+38" in why_not(weight, "int4")
     assert not why_not(weight, "bfloat16")
     assert not why_not(random(9, 8), "int8")  # padded rows, but fewer bytes than in float32
     assert "padded" in why_not(random(9, 8))

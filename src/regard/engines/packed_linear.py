@@ -16,6 +16,7 @@ from torch.utils._pytree import tree_leaves, tree_map
 from regard.engines import native
 from regard.engines.weight_formats import BYTES, CHOICES, PanelLayout, Quantized, pack, read_rows, unpack, unpack_groups
 
+LARGEST = 1e38  # size of a number that can be rounded to an integer times a scale
 PADDING = 1.1  # largest ratio of packed bytes to those of a float32 weight
 _aten = torch.ops.aten
 _SAME = (_aten.detach.default, _aten.alias.default)
@@ -168,8 +169,8 @@ def why_not(weight: Tensor, format: str = "float32") -> str:
         return f"its {N} rows would be padded to {padded}"
     if weight._backward_hooks or getattr(weight, "_post_accumulate_grad_hooks", None):
         return "it has gradient hooks"
-    if format in ("int8", "int4") and not bool(torch.isfinite(weight.detach()).all()):
-        return f"it has NaN or infinite numbers, which {format} cannot represent"
+    if format in ("int8", "int4") and not bool((weight.detach().abs() <= LARGEST).all()):
+        return f"it has NaN or infinite numbers, or numbers above {LARGEST:g}, which {format} cannot represent"
     return ""
 
 

@@ -15,6 +15,7 @@ BYTES = {"float32": 4, "bfloat16": 2, "int8": 34 / 32, "int4": 18 / 32, "int4_mi
 CHOICES = ("float32", "bfloat16", "int8", "int4")  # formats that a float32 weight can be converted to
 _INT4_STEPS = 24  # scales tried per group
 _MINIMUM_GAIN = 0.7  # share of the symmetric error below which a minimum per group is worth its bytes
+LEAST_FACTOR = -125  # exponent of the least factor of float16 scales: their least step, 2^-24, becomes 2^-149
 _CHUNK = 1 << 22  # numbers quantised at a time
 
 
@@ -61,8 +62,8 @@ def quantize(weight: Tensor, format: str) -> Quantized:
     group as well ("int4_minimum").
     """
     largest = float(weight.abs().max()) if weight.numel() else 0.0
-    # The scales of all groups are below 2^15 units, and a unit is a normal number.
-    exponent = max(math.frexp(largest)[1] if largest else 0, -110)
+    # The scales of all groups are below 2^15 units. The least float16 number of units is one of float32.
+    exponent = max(math.frexp(largest)[1] if largest else 0, LEAST_FACTOR + 16)
     parts = weight.detach().split(max(1, _CHUNK // weight.shape[1]))
     symmetric = _join(format, [_quantize_rows(part, format, 2.0 ** (exponent - 16)) for part in parts])
     if format != "int4":
@@ -163,7 +164,10 @@ def _common_factor(parts: list[Tensor]) -> float:
     if all(torch.equal(part.half().float(), part) for part in parts):
         return 1.0
     largest = max(float(part.abs().max()) for part in parts if part.numel())
-    return 2.0 ** (math.frexp(largest)[1] - 15) if largest and math.isfinite(largest) else 1.0
+    if not largest or not math.isfinite(largest):
+        return 1.0
+    # The least factor for which the largest scale is a float16 number, so that the fewest small ones lose digits.
+    return 2.0 ** max(math.frexp(largest)[1] - 16, LEAST_FACTOR)
 
 
 def unpack(panels: Tensor, layout: PanelLayout) -> Tensor:
