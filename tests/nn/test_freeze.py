@@ -244,6 +244,31 @@ def test_weights_that_cannot_be_packed_are_returned():
 
 
 @needs_kernels
+def test_weights_of_experts_are_returned():
+    experts = rg.nn.Experts(64, 64, count=64, per_token=2)
+    assert rg.nn.freeze(experts, weights="int8").keys() == {"up", "output"}
+    assert rg.nn.freeze(nn.Sequential(experts)).keys() == {"0.up", "0.output"}
+    assert experts.router.weight.format == "int8"
+
+
+@needs_kernels
+def test_an_interrupted_freeze_packs_nothing(monkeypatch):
+    model = nn.Sequential(nn.Linear(64, 64), nn.Linear(64, 64))
+    pack = PackedWeight.pack
+
+    def interrupt(weight, *rest):
+        if weight.data_ptr() == second:
+            raise KeyboardInterrupt
+        return pack(weight, *rest)
+
+    second = model[1].weight.data_ptr()
+    monkeypatch.setattr(PackedWeight, "pack", staticmethod(interrupt))
+    with pytest.raises(KeyboardInterrupt):
+        rg.nn.freeze(model, weights="int8")
+    assert not any(isinstance(each, PackedWeight) for each in model.parameters())
+
+
+@needs_kernels
 def test_shared_parameters_stay_shared():
     model = nn.Sequential(nn.Embedding(96, 64), nn.Linear(64, 64), nn.Linear(64, 96, bias=False))
     model[2].weight = model[0].weight

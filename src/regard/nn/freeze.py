@@ -14,6 +14,7 @@ from torch import Tensor, nn
 from regard.engines.native import release_free_memory
 from regard.engines.packed_linear import PackedWeight, check_format, why_not
 from regard.engines.weight_formats import Quantized
+from regard.nn.experts import Experts
 
 
 @torch.inference_mode(False)  # so that a model frozen under inference_mode can be trained after thaw
@@ -23,7 +24,7 @@ def freeze(model: nn.Module, *, weights: str | None = None) -> dict[str, str]:
     This packs float32 CPU weights of `nn.Linear` layers and of embeddings that also compute the logits. A packed weight
     is stored once, in the layout of the kernel, and is read-only: until `thaw`, writing to it or changing its dtype
     raises, before any other part of the model is converted. Values and derivatives are those of the plain weights, but
-    only calls without gradients are fast: use `torch.inference_mode()`.
+    only calls without gradients are fast: use `torch.inference_mode()`. The weights of `rg.nn.Experts` stay as they are.
 
     weights: the format of the packed numbers. "float32" keeps every bit. "bfloat16", "int8" and "int4" take fewer
         bytes, so that generation reads less memory per token, and round the weights: int8 and int4 to integers with a
@@ -49,7 +50,10 @@ def freeze(model: nn.Module, *, weights: str | None = None) -> dict[str, str]:
     """
     if weights is not None:
         check_format(weights)
-    unpacked = {}
+    unpacked = {
+        f"{name}.{matrices}".lstrip("."): "it has a matrix for each expert, and the kernel takes one"
+        for name, module in model.named_modules() if isinstance(module, Experts) for matrices in ("up", "output")
+    }  # fmt: skip
     try:
         for name, module in _projections(model):
             weight = module._parameters["weight"]
@@ -62,7 +66,7 @@ def freeze(model: nn.Module, *, weights: str | None = None) -> dict[str, str]:
                 unpacked[name] = reason
             else:
                 _swap(name, weight, PackedWeight.pack(plain, wanted or "float32"))
-    except RuntimeError:
+    except BaseException:  # an interrupted call packs nothing
         _thaw(model)
         raise
     _finish(model)
