@@ -12,9 +12,14 @@ import sys
 from pathlib import Path
 
 FOLDER = Path("build/sanitize")
-ENGINE = ("native", "registration", "safety", "processes", "agreement", "inspection", "packed_linear", "weight_formats")
+ENGINE = (
+    "native", "registration", "safety", "processes", "agreement", "inspection", "packed_linear", "packed_call",
+    "weight_formats",
+)  # fmt: skip
 TESTS = [f"tests/engines/test_{name}.py" for name in ENGINE]
-TESTS += ["tests/linear", "tests/nn/test_fused_stack.py"]
+TESTS += ["tests/linear", "tests/nn/test_fused_stack.py", "tests/test_quantized.py"]
+WHOLE = ("packed_linear", "packed_call", "weight_formats", "fused_stack", "quantized")  # files of which all tests run
+KERNELS = " or ".join(("native", "registration", "safety", "processes", "inspection", "kernel", *WHOLE))
 PROBE = """
 import ctypes, sys
 library = ctypes.CDLL(sys.argv[1])
@@ -78,11 +83,7 @@ def main() -> int:
     library = build(instruction_sets(native.build_info()["native"]))
     # With pytest's default capture, the report of a sanitizer is lost when it ends the process.
     command = [sys.executable, "-m", "pytest", "--capture=sys", "-p", "no:cacheprovider", "-n", "2", *TESTS]
-    command += [
-        "-k",
-        "native or registration or safety or processes or inspection or packed_linear or kernel",
-        *sys.argv[1:],
-    ]
+    command += ["-k", KERNELS, *sys.argv[1:]]
     return subprocess.run(command, env={**os.environ, **environment(library)}, check=False).returncode
 
 

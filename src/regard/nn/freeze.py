@@ -24,7 +24,7 @@ def freeze(model: nn.Module, *, weights: str | None = None) -> dict[str, str]:
     This packs float32 CPU weights of `nn.Linear` layers and of embeddings that also compute the logits. A packed weight
     is stored once, in the layout of the kernel, and is read-only: until `thaw`, writing to it or changing its dtype
     raises, before any other part of the model is converted. Values and derivatives are those of the plain weights, but
-    only calls without gradients are fast: use `torch.inference_mode()`. The weights of `rg.nn.Experts` stay as they are.
+    only calls without gradients are fast: use `torch.inference_mode()`. The weights of `rg.nn.Experts` stay float32.
 
     weights: the format of the packed numbers. "float32" keeps every bit. "bfloat16", "int8" and "int4" take fewer
         bytes, so that generation reads less memory per token, and round the weights: int8 and int4 to integers with a
