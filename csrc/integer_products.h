@@ -102,7 +102,7 @@ template <bool pairs> REGARD_INLINE int32_t put_digits(__m512i left, __m512i rig
   return _mm512_reduce_add_epi32(_mm512_add_epi32(left, right));
 }
 
-// Round a row of x, and return whether NaN or an infinity was met.
+// Round a row of x. If it has NaN or an infinity, return true and set all to zero.
 template <bool pairs> bool round_row(const float* x, int64_t K, RoundedGroup* to) {
   constexpr int L = lanes<float>;
   bool bad = false;
@@ -111,6 +111,10 @@ template <bool pairs> bool round_row(const float* x, int64_t K, RoundedGroup* to
     const VecF y = load_some(x + k, 1, K - k);
     bad |= has_infinity(y);
     squares += y * y;
+  }
+  if (bad) {  // such a number has no digits, and their sum could overflow
+    __builtin_memset((void*)to, 0, size_t((K + REGARD_GROUP - 1) / REGARD_GROUP) * sizeof(*to));
+    return true;
   }
   // Rows whose squares overflow or vanish have second digits everywhere.
   const float mean_square = _mm512_reduce_add_ps(squares) / float(K);
@@ -131,7 +135,7 @@ template <bool pairs> bool round_row(const float* x, int64_t K, RoundedGroup* to
     to->sum[1] = put_digits<pairs>(_mm512_cvtps_epi32((y - _mm512_cvtepi32_ps(first)) * finer),
                                    _mm512_cvtps_epi32((z - _mm512_cvtepi32_ps(second)) * finer), to->digits[1]);
   }
-  return bad;
+  return false;
 }
 
 // The words of a panel, for several strips of rows: [group][word][half][row].
