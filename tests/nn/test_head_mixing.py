@@ -275,6 +275,21 @@ def test_shared_keys_equal_the_definition() -> None:
         torch.testing.assert_close(ours, theirs)
 
 
+@pytest.mark.parametrize(
+    ("mask", "kind"), [(rg.causal(), rg.nn.Cache), (rg.causal() & rg.window(5, 0), rg.nn.WindowCache)]
+)
+@torch.no_grad()
+def test_a_layer_may_attend_farther_back_than_the_owner_of_its_keys(mask: rg.Mask, kind: type) -> None:
+    owner = rg.nn.MultiHeadAttention(D, 4, attend=rg.Attention(mask=rg.causal() & rg.window(2, 0)))
+    attentions = [owner, rg.nn.CrossLayerAttention(owner, attend=rg.Attention(mask=mask))]
+    blocks = [rg.nn.Block(each, rg.nn.FeedForward(D, D), residual=lambda: rg.nn.PreNorm(D)) for each in attentions]
+    stack, x = rg.nn.Encoder(blocks).double(), torch.randn(2, N, D, dtype=torch.float64)
+    cache = stack.cache()
+    assert type(cache[0]) is kind
+    steps = [stack(part, cache=cache) for part in x.split(1, 1)]
+    torch.testing.assert_close(torch.cat(steps, 1), stack(x))
+
+
 @pytest.mark.parametrize("mask", MASKS)
 @torch.no_grad()
 def test_a_stack_with_shared_keys_decodes_the_same_as_a_full_pass(mask: str) -> None:

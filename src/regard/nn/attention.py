@@ -115,6 +115,7 @@ class MultiHeadAttention(nn.Module):
         self.output = linear(heads * self.d_value, d_model, bias=bias if output_bias is None else output_bias)
         self.rotary, self.query_norm, self.key_norm, self.gate = rotary, query_norm, key_norm, gate
         self.readers = 0  # layers that attend to the keys and values of this one, see CrossLayerAttention
+        self.reader_lookback: int | None = 0  # how far back any of them attends, None if it is unlimited
         self.attend = check_registered(attend or Attention())
 
     @explain_torch_keywords("MultiHeadAttention.forward", module=True)
@@ -302,10 +303,14 @@ class MultiHeadAttention(nn.Module):
     def cache(self, *, dtype: torch.dtype | None = None) -> Cache:
         """Return an empty cache for this layer: a `WindowCache` if the mask limits how far back a query attends.
 
+        Layers that attend to its keys and values count too.
+
         dtype: `torch.bfloat16`, `torch.float16` or `torch.int8` to store keys and values in fewer bytes, see `Cache`.
         """
-        reach = max_lookback(self.attend)
-        return Cache(dtype=dtype) if reach is None else WindowCache(reach + 1, dtype=dtype)
+        reaches = max_lookback(self.attend), self.reader_lookback
+        if reaches[0] is None or reaches[1] is None:
+            return Cache(dtype=dtype)
+        return WindowCache(max(reaches[0], reaches[1]) + 1, dtype=dtype)
 
 
 class TokenNorm(nn.Module):

@@ -10,6 +10,7 @@ from regard.attention import Attention
 from regard.masks import Mask
 from regard.nn.attention import MultiHeadAttention, linear
 from regard.nn.cache import Cache, CrossCache
+from regard.nn.cached_attention import max_lookback
 from regard.nn.context import LayerContext, check_not_in_context
 from regard.positions import Bias
 from regard.sharding import current_sharding
@@ -53,6 +54,8 @@ class CrossLayerAttention(MultiHeadAttention):
         self.qkv = linear(owner.output.out_features, self.widths[0], bias=bias)  # of queries only
         self._owner = (owner,)  # in a tuple: its parameters are not those of this layer
         owner.readers += 1
+        reaches = max_lookback(self.attend), owner.reader_lookback
+        owner.reader_lookback = None if reaches[0] is None or reaches[1] is None else max(reaches[0], reaches[1])
 
     @explain_torch_keywords("CrossLayerAttention.forward", module=True)
     def forward(
