@@ -41,6 +41,7 @@ export function createWhy(app, close = null) {
   function steps(found) {
     const { t } = app;
     const scaled = found.scale === null ? [] : [line(t("why.scale"), `× ${number(found.scale)}`)];
+    const softmax = found.normalization === "Softmax()";
     if (found.softcap !== null) scaled.push(line(t("why.softcap"), number(found.softcap)));
     return [
       step("why.step.product", line(t("why.product"), number(found.product), found.score_name === "Dot" ? "q · k" : found.score_name), terms(found)),
@@ -54,8 +55,8 @@ export function createWhy(app, close = null) {
         line(t("why.logit"), found.logit === null ? "−∞" : number(found.logit)),
       ),
       step(
-        "why.step.softmax",
-        line(t("why.lse"), found.lse === null ? "−∞" : number(found.lse), found.sink === null ? "" : t("why.sink", { sink: number(found.sink) })),
+        softmax ? "why.step.softmax" : "why.step.normalization",
+        !softmax ? line(t("why.normalization"), found.normalization) : line(t("why.lse"), found.lse === null ? "−∞" : number(found.lse), found.sink === null ? "" : t("why.sink", { sink: number(found.sink) })),
         line(t("weight"), number(found.weight), found.allowed ? t("why.rank", { rank: found.rank, visible: found.visible }) : ""),
       ),
       step(
