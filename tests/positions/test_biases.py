@@ -11,6 +11,7 @@ from torch import Tensor
 from torch.autograd import gradcheck
 
 import regard as rg
+from regard.engines import native
 from regard.geometry import Frame, Indices
 from regard.positions.biases import T5, Alibi, Bias
 
@@ -278,3 +279,24 @@ def test_gradients_of_tables_equal_finite_differences(name: str, engine: str, mo
         return output, lse[visible]
 
     assert gradcheck(finite_outputs, (normal(*shape, seed=9).requires_grad_(),), fast_mode=True)
+
+
+@pytest.mark.parametrize("engine", ["native", "tiled", "reference"])
+@pytest.mark.parametrize("kind", ["alibi", "relative", "t5"])
+def test_tables_of_fewer_digits_than_the_call(kind: str, engine: str) -> None:
+    if engine == "native" and native.why_missing():
+        pytest.skip("not available")
+    create = {"alibi": lambda x: rg.alibi(slopes=x[0]), "relative": rg.relative, "t5": rg.t5}[kind]
+    inputs = [normal(1, 2, 600, 4, seed=n) for n in range(4)]
+    stored = (normal(5, 2).abs() * (0.01 if kind == "alibi" else 1.0)).to(torch.bfloat16)
+    stored = torch.cat([stored] * 3)[:9] if kind != "t5" else torch.cat([stored] * 2)[:8]
+
+    def compute(table: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+        table = table.clone().requires_grad_()
+        query, key, value, by = (x.to(dtype) for x in inputs)
+        output = rg.attention(query, key, value, bias=create(table), engine=engine)
+        return output, torch.autograd.grad(output, table, by)[0]
+
+    (output, gradient), (expected, exact) = compute(stored, torch.float32), compute(stored.double(), torch.float64)
+    torch.testing.assert_close(output.double(), expected, rtol=1e-5, atol=1e-5)
+    assert (gradient.double() - exact).norm() < 6e-3 * exact.norm()  # rounded once per tile, not once per distance

@@ -146,7 +146,7 @@ class Alibi(Diagonal):
         )
 
     def along(self, h: Tensor, distance: Tensor) -> Tensor:
-        return -self.slopes(h.device)[h] * distance.abs()
+        return -self.slopes(h.device).double()[h] * distance.abs()  # in the dtype of slopes, far distances are rounded
 
     def check(self, frame: Frame, d_head: int, d_value: int) -> None:
         if (self.heads if self.head_range is None else self.head_range[1] - self.head_range[0]) != frame.H:
@@ -314,7 +314,8 @@ def is_built_in(bias: Bias) -> bool:
 
 
 def _look_up(table: Tensor, row: Tensor, h: Tensor) -> Tensor:
-    """Return the entries of a table (rows, H or 1)."""
+    """Return the entries of a table (rows, H or 1), so that their gradients are added up in float32 at least."""
+    table = table.to(torch.promote_types(table.dtype, torch.float32))
     return table[row, h if table.shape[1] > 1 else torch.zeros_like(h)]
 
 
