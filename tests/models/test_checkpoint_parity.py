@@ -236,6 +236,14 @@ def test_frozen_models_compute_the_same(name: str, folder: Any) -> None:
     close(t.real(name, t.ours(name, frozen)), t.real(name, t.ours(name, plain)), 1e-5)
 
 
+@pytest.mark.parametrize("name", sorted(t.FIRST.values()))
+@torch.inference_mode()
+def test_rounded_weights_of_every_family_are_saved_and_loaded(name: str, folder: Any, tmp_path: Path) -> None:
+    rounded = rg.load(folder(name), weights="int4")
+    rg.save(rounded, tmp_path)
+    close(t.real(name, t.ours(name, rg.load(tmp_path))), t.real(name, t.ours(name, rounded)), 0)
+
+
 @pytest.mark.parametrize("name", t.DUALS)
 @torch.no_grad()
 def test_vectors_of_images_and_texts_match_transformers(name: str, folder: Any) -> None:

@@ -8,7 +8,9 @@ from safetensors.torch import load_file, save_file
 import regard as rg
 from regard.engines import native
 from regard.engines.packed_linear import PackedWeight
+from regard.engines.weight_formats import quantize
 from regard.models.checkpoints.gguf.blocks import parse_blocks
+from regard.nn.freeze import pack_quantized
 
 pytestmark = pytest.mark.skipif(bool(native.why_missing()), reason="needs the compiled library")
 NAME = "stack.layers.0.attention.qkv.weight"
@@ -95,6 +97,15 @@ def test_freezing_again_converts_or_keeps():
     assert before.format == "float32"
     assert torch.equal(before.clone(), rounded)
     assert torch.equal(model.state_dict()[NAME], rounded)
+
+
+def test_an_embedding_that_is_stored_as_int4_stays_so():
+    model = language_model()
+    content = quantize(model.embedding.weight.detach(), "int4")
+    pack_quantized(model, {"embedding.weight": content})
+    rg.nn.freeze(model, weights="int4")
+    assert model.embedding.weight.format == content.format
+    assert torch.equal(model.embedding.weight.clone(), content.dequantize())
 
 
 @pytest.mark.parametrize("kind", ["Q8_0", "Q4_0", "Q4_1"])

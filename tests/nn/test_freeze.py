@@ -283,8 +283,13 @@ def test_shared_parameters_stay_shared():
         assert torch.equal(state["0.weight"], expected)
         assert torch.equal(state["2.weight"], expected)
         rg.nn.thaw(model)
+        assert torch.equal(model[0].weight, expected)
+        rg.nn.freeze(model, weights="int4")
+        rounded = model[0].weight.clone()
+        rg.nn.freeze(model, weights="int4")
+        assert model[0].weight.format == "int8"  # as that of an embedding that is the output layer
+        assert torch.equal(model[0].weight.clone(), rounded)
     assert model[2].weight is model[0].weight
-    assert torch.equal(model[0].weight, expected)
 
 
 MODELS = {

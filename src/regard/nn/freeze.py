@@ -54,12 +54,15 @@ def freeze(model: nn.Module, *, weights: str | None = None) -> dict[str, str]:
         f"{name}.{matrices}".lstrip("."): "it has a matrix for each expert, and the kernel takes one"
         for name, module in model.named_modules() if isinstance(module, Experts) for matrices in ("up", "output")
     }  # fmt: skip
+    embeddings = {id(module.weight) for module in model.modules() if isinstance(module, nn.Embedding)}
     try:
         for name, module in _projections(model):
             weight = module._parameters["weight"]
             # Every token is an embedding, so that its error is in all of them: not below int8.
-            wanted = "int8" if weights == "int4" and type(module) is nn.Embedding else weights
-            if weight is None or (isinstance(weight, PackedWeight) and wanted in (None, _choice(weight))):
+            wanted = "int8" if weights == "int4" and id(weight) in embeddings else weights
+            if weight is None:
+                continue
+            if isinstance(weight, PackedWeight) and (weights is None or _choice(weight) in (wanted, weights)):
                 continue
             plain = weight.unpack() if isinstance(weight, PackedWeight) else weight
             if reason := why_not(plain, wanted or "float32"):
