@@ -125,3 +125,14 @@ def test_relative_values_are_part_of_what_a_key_contributes() -> None:
     torch.testing.assert_close(total, out, atol=1e-5, rtol=1e-5)
     with pytest.raises(ValueError, match="the values of this attention depend on the query, by their relative part"):
         record.window("0", 2, (0, N), (0, N), (N, N), scaled=True)
+
+
+@pytest.mark.parametrize("bad", [math.nan, math.inf])
+def test_a_hidden_value_that_is_not_finite_contributes_nothing(bad: float) -> None:
+    torch.manual_seed(3)
+    x = torch.randn(1, 4, N, D)
+    x[0, :, -1] = bad
+    record = attended(rg.Attention(mask=rg.padding([N - 1])), x)
+    steps = [record.explain_weight(0, head=1, query=3, key=key) for key in range(N)]
+    assert (steps[-1].weight, steps[-1].contribution, steps[-1].share) == (0.0, 0.0, 0.0)
+    assert sum(each.share or 0.0 for each in steps) == pytest.approx(1.0, rel=1e-6)

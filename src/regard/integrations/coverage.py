@@ -94,10 +94,18 @@ def coverage(model: PreTrainedModel, **inputs: Any) -> Coverage:
     BertModel: regard computed the attention of 2 of 2 modules
       regard  encoder.layer.*.attention.self (BertSelfAttention, 2 modules)
     """
+    model = getattr(model, "_orig_mod", model)  # of torch.compile
     expected = {id(module): (name, module, reason) for name, module, reason in attention_modules(model)}
     names = {id(module): name for name, module in model.named_modules()}
     recorder = _Recorder(set(expected))
-    with _eval_mode(model), _count_computed(recorder), _count_calls(model, recorder), torch.no_grad(), recorder:
+    with (
+        _eval_mode(model),
+        _count_computed(recorder),
+        _count_calls(model, recorder),
+        torch.compiler.set_stance("force_eager"),  # calls are counted in Python
+        torch.no_grad(),
+        recorder,
+    ):
         model(**inputs)
     parts = []
     for key, (name, module, reason) in expected.items():
