@@ -13,7 +13,18 @@ from regard.engines.lowering import LoweredConstants, LoweredTensors
 from regard.engines.triton import launch as launching
 from regard.engines.triton.arguments import Layout, empty_output, pack
 from regard.engines.triton.availability import is_interpreted
-from regard.engines.triton.blocks import DECODE, DECODE_ROWS, FORWARD, PART_KEYS, Blocks, choose
+from regard.engines.triton.blocks import (
+    ADDITIVE_BACKWARD,
+    BACKWARD,
+    DECODE,
+    DECODE_ROWS,
+    FORWARD,
+    FORWARD_WITH_BIAS,
+    PART_KEYS,
+    SINGLE,
+    Blocks,
+    choose,
+)
 
 
 def forward(
@@ -29,7 +40,8 @@ def forward(
     lse = torch.empty((B, H, Q), dtype=torch.float32, device=device)
     shape = (B, H, Q, 2 * fixed.sizes[0] + 1) if fixed.sizes[1] else (0,)
     mass = torch.zeros(shape, dtype=torch.float32, device=device)
-    blocks = choose_blocks(FORWARD, x, layout)
+    biased = any(each is not None for each in (x.diagonal, x.row_table, x.bias))
+    blocks = choose_blocks(FORWARD_WITH_BIAS if biased else FORWARD, x, layout)
     launching.launch(
         device, forward_kernel, -(-Q // blocks.rows) * B * H,
         pack(x, fixed, layout), output, output.stride(), lse, mass if fixed.sizes[1] else None, 1,
@@ -97,9 +109,10 @@ def architecture_of(backend: str, arch: int | str) -> str:
 
 
 def choose_blocks(table: Mapping[str, tuple[Blocks, ...]], x: LoweredTensors, layout: Layout) -> Blocks:
-    wide = x.weight is not None or (x.query.dtype == torch.float32 and _precision() == "ieee")
+    single = SINGLE if x.query.dtype == torch.float32 and _precision() == "ieee" else None
+    limit = single if x.weight is None else ADDITIVE_BACKWARD if table is BACKWARD else SINGLE
     width = max(x.query.shape[3], x.value.shape[3])
-    return choose(table, architecture(x.query.device), width, wide_products=wide, tiles=len(layout.rows) == 5)
+    return choose(table, architecture(x.query.device), width, without_cores=limit, tiles=len(layout.rows) == 5)
 
 
 def widths(x: LoweredTensors) -> dict[str, Any]:

@@ -20,12 +20,14 @@ class Blocks(NamedTuple):
 # By architecture: for widths up to 64, up to 128 and up to 256. Chosen by the registers that the compiler reports; none
 # was timed.
 FORWARD = {
-    "sm_80": (Blocks(64, 64, 4, 2), Blocks(64, 32, 4, 2), Blocks(64, 32, 8, 2)),
+    "sm_80": (Blocks(128, 32, 8, 2), Blocks(64, 32, 8, 2), Blocks(64, 32, 8, 2)),
     "sm_90": (Blocks(128, 64, 8, 2), Blocks(128, 64, 8, 2), Blocks(64, 64, 8, 2)),
     "sm_100": (Blocks(128, 64, 8, 2), Blocks(128, 64, 8, 2), Blocks(64, 64, 8, 2)),
     "gfx9": (Blocks(128, 64, 8, 1), Blocks(128, 64, 8, 1), Blocks(64, 32, 8, 1)),
     "interpreter": (Blocks(32, 64, 4, 1),) * 3,
 }
+# A bias takes registers too; the others have enough.
+FORWARD_WITH_BIAS = FORWARD | {"sm_100": (Blocks(128, 32, 8, 2), Blocks(64, 32, 8, 2), Blocks(64, 32, 8, 2))}
 BACKWARD = {
     "sm_80": (Blocks(32, 64, 4, 2), Blocks(64, 32, 8, 2), Blocks(32, 32, 8, 1)),
     "sm_90": (Blocks(64, 32, 8, 2), Blocks(64, 32, 8, 2), Blocks(32, 32, 8, 1)),
@@ -44,19 +46,20 @@ DECODE = {
     "interpreter": (Blocks(DECODE_ROWS, 64, 4, 1),) * 3,
 }
 # Without tensor cores: products in float32 unless tf32 is allowed, and the additive score.
-SINGLE = Blocks(32, 32, 4, 2)
+SINGLE, ADDITIVE_BACKWARD = Blocks(32, 32, 4, 2), Blocks(32, 16, 4, 2)
 
 
 def choose(
-    table: Mapping[str, tuple[Blocks, ...]], architecture: str, width: int, *, wide_products: bool, tiles: bool
+    table: Mapping[str, tuple[Blocks, ...]], architecture: str, width: int, *, without_cores: Blocks | None, tiles: bool
 ) -> Blocks:
     """Choose the blocks of a kernel for vectors of this width.
 
-    wide_products: products in float32, or an additive score. tiles: blocks may not cross tiles of 64 rows and keys.
+    without_cores: the largest blocks if tensor cores do not compute the products. tiles: blocks may not cross tiles of
+    64 rows and keys.
     """
     blocks = table[architecture][0 if width <= 64 else 1 if width <= 128 else 2]
-    if wide_products and architecture != "interpreter":
-        blocks = SINGLE._replace(rows=min(blocks.rows, SINGLE.rows))
+    if without_cores is not None and architecture != "interpreter":
+        blocks = without_cores._replace(rows=min(blocks.rows, without_cores.rows))
     if tiles:
         blocks = blocks._replace(rows=min(blocks.rows, 64), keys=min(blocks.keys, 64))
     return blocks
