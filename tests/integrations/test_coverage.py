@@ -299,3 +299,16 @@ def test_equal_modules_are_printed_on_one_line() -> None:
     assert lines[-1].startswith("  other   vision_encoder.layers.*.attn (SamVisionSdpaAttention, 2 modules): computes")
     mamba = hf.MambaModel(hf.MambaConfig(hidden_size=8, num_hidden_layers=1, vocab_size=9, state_size=4))
     assert str(coverage(mamba, input_ids=torch.tensor([[1, 2]]))) == "MambaModel has no attention modules"
+
+
+@pytest.mark.parametrize("in_place", [True, False])
+def test_a_compiled_model_is_reported_like_the_model(in_place: bool) -> None:
+    config = hf.LlamaConfig(**SMALL, vocab_size=9)
+    model: Any = hf.LlamaForCausalLM._from_config(config, attn_implementation="regard")
+    inputs = {"input_ids": torch.tensor([[1, 2, 3]])}
+    expected = coverage(model, **inputs)
+    compiled = torch.compile(model, backend="eager")
+    if in_place:
+        model.model.layers[0].compile(backend="eager")
+    assert coverage(model if in_place else compiled, **inputs) == expected
+    assert len(expected.covered) == 2
