@@ -146,8 +146,8 @@ def weight_steps(captured: CapturedAttention, head: int, query: int, key: int) -
         logit=float(logits[j]), lse=float(lse),
         normalization=repr(problem.normalization), sink=None if sink is None else float(sink),
         rank=int((logits > logits[j]).sum()) + 1, visible=int(allowed.sum()), weight=weight, factor=factor,
-        value_length=length, contribution=abs(factor) * weight * length,
-        share=float(weights[0, j] * (value @ output)) / norm if norm else None,
+        value_length=length, contribution=abs(factor) * weight * length if weight else 0.0,  # 0 for hidden NaN
+        share=(float(weights[0, j] * (value @ output)) / norm if weights[0, j] else 0.0) if norm else None,
     )  # fmt: skip
 
 
