@@ -207,6 +207,7 @@ EDITS: list[tuple[str, dict[str, Any]]] = [
                                                           "high_freq_factor": 4.0},
                 "original_max_position_embeddings": 5}),
     ("modernbert", {"rope_parameters": {"full_attention": DEFAULT}, "global_rope_theta": 5.0, "local_rope_theta": 9.0}),
+    ("modernbert", {"sliding_window": 4}),
     ("phi3", {"partial_rotary_factor": 0.5}),
     ("phi3", {"partial_rotary_factor": 0.5, "rope_parameters": None}),
     ("phi3", {"layer_types": PATTERN, "sliding_window": 4}),

@@ -34,7 +34,7 @@ def read_modernbert(theirs: Values) -> Values:
     layers, every = theirs["num_hidden_layers"], theirs.get("global_attn_every_n_layers") or 3
     kinds = theirs.get("layer_types") or [LOCAL if n % every else GLOBAL for n in range(layers)]
     size = theirs.get("local_attention")
-    windows = read_windows(theirs | {"sliding_window": (128 if size is None else size) // 2}, kinds)
+    windows = read_windows({"sliding_window": (128 if size is None else size) // 2} | theirs, kinds)
     if theirs.get("rope_scaling") is not None:
         raise ValueError("rope_scaling is not supported for modernbert; give rope_parameters for each layer type")
     older = theirs | {"rope_theta": theirs.get("global_rope_theta")}
