@@ -407,7 +407,8 @@ template <class T, class Score> struct Backward {
       for (int r = 0; r < m; ++r) {
         T *s = scores + r * score_stride + base, *d = grads + r * score_stride + base;
         const uint64_t* word = words ? words + r : nullptr;
-        if (row_gradients.plain) weights_and_gradients(s, d, lo, hi, w.rows.lse[i + r], w.rows.delta[i + r]);
+        if (row_gradients.plain)
+          row_gradients.weigh(rows[r], steps[n].j0, s, d, lo, hi, w.rows.lse[i + r], w.rows.delta[i + r]);
         else
           row_gradients.weigh_logits(rows[r], steps[n].j0, s, d, lo, hi, w.rows.lse[i + r], w.rows.delta[i + r],
                                      w.extra);

@@ -1,6 +1,7 @@
 // The parts of the backward that concern one row, and the cost of a key tile.
 #pragma once
 #include "dot.h"
+#include "normalization.h"
 #include "score.h"
 #include "softmax.h"
 #include "schedule.h"
@@ -109,11 +110,12 @@ template <class T> struct RowGradients {
   const Scales<T>& scales;
   const T bias_factor;
   const bool plain;
+  const ElementwiseWeights<T> elementwise;
   const bool fresh_bias;  // no two logits share a number of d_bias, and none is left out: they are written, not added
 
   RowGradients(const regard_dot& p, const regard_dot_gradient& gradient, const Scales<T>& scales)
       : p(p), gradient(gradient), scales(scales), bias_factor(T(1 / p.temperature)),
-        plain(!scales.changes_logits && !p.dropout_threshold && !gradient.d_out_table.data),
+        plain(!scales.changes_logits && !p.dropout_threshold && !gradient.d_out_table.data), elementwise(p),
         fresh_bias(!p.intervals.start && !p.tiles.pointer && (gradient.d_bias.stride[0] || p.B == 1) &&
                    (gradient.d_bias.stride[1] || p.H == 1) && (gradient.d_bias.stride[2] || p.Q == 1)) {}
 
@@ -124,6 +126,31 @@ template <class T> struct RowGradients {
     const size_t numbers =
         size_t(t.stride[0] ? p.B : 1) * size_t(t.stride[1] ? p.H : 1) * size_t(t.stride[2] ? p.Q : 1) * size_t(p.K);
     __builtin_memset(t.data, 0, numbers * sizeof(T));
+  }
+
+  // Logits become weights, gradients of weights become gradients of logits.
+  REGARD_INLINE void weigh(const Row<T>& row, int64_t j0, T* s, T* d, int64_t lo, int64_t hi, const LogSum<T>& lse,
+                           T delta) const {
+    if (p.normalization != REGARD_SOFTMAX) weigh_elements(row, j0, s, d, lo, hi, lse.lse);
+    else weights_and_gradients(s, d, lo, hi, lse, delta);
+  }
+
+  // The same for a normalisation of single logits; `marker` is 0, or NaN for a row that is to become NaN.
+  __attribute__((noinline)) void weigh_elements(const Row<T>& row, int64_t j0, T* s, T* d, int64_t lo, int64_t hi,
+                                                T marker) const {
+    elementwise.with_weights(marker, [&](auto weigh) __attribute__((always_inline)) {
+      for (int64_t c = lo; c < hi; c += lanes<T>) {
+        const WeightAndSlope<T> x = weigh(load(s + c));
+        Vec<T> weight = x.weight, grad = load(d + c);
+        if (p.dropout_threshold) {
+          const auto kept = dropout_keeps<T>(row.dropout_key, uint32_t(j0 + c), p.dropout_threshold);
+          weight = select(kept, weight * T(p.dropout_scale), Vec<T>{});
+          grad = select(kept, grad * T(p.dropout_scale), Vec<T>{});
+        }
+        store(s + c, weight);
+        store(d + c, grad * x.slope);
+      }
+    });
   }
 
   // `slope` receives the derivative of the cap, where there is one.
@@ -139,7 +166,7 @@ template <class T> struct RowGradients {
     add_biases(p, scales, row, j0, s, lo, hi);
     if (gradient.d_out_table.data)
       add_table(real_row<T>(gradient.d_out_table, row.b, row.h, row.i), row.first, p.radius, T(1), j0, d, lo, hi);
-    if (!p.dropout_threshold) return weights_and_gradients(s, d, lo, hi, lse, delta);
+    if (!p.dropout_threshold || p.normalization != REGARD_SOFTMAX) return weigh(row, j0, s, d, lo, hi, lse, delta);
 
     const Vec<T> e = broadcast(delta);
     const T scale = T(p.dropout_scale);

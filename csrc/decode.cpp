@@ -3,6 +3,7 @@
 // The keys are cut into pieces of a fixed size that does not depend on the number of threads. A piece gives every query row a peak, a
 // sum and unnormalised values; the pieces of a row are then merged, always in the same order.
 #include "dot.h"
+#include "normalization.h"
 #include "softmax.h"
 #include "schedule.h"
 
@@ -105,14 +106,15 @@ template <class T> struct Decode {
   const regard_dot_result& result;
   const Scales<T> scales;
   const int64_t rows, piece, pieces, Dp, Ep;
-  const int64_t part;  // numbers of a row in a piece: its values, peak and sum
+  const int64_t part;  // numbers of a row in a piece: its values, peak, sum and largest logit
+  const ElementwiseWeights<T> elementwise;
   const bool checks;
   Buffer parts;
 
   Decode(const regard_dot& p, const regard_dot_result& result)
       : p(p), result(result), scales(p), rows(p.H / p.G * p.Q), piece(piece_of<T>(p)),
         pieces((p.K + piece - 1) / piece), Dp(round_up(p.D, lanes<T>)), Ep(round_up(p.E, lanes<T>)),
-        part(Ep + lanes<T>), checks(p.intervals.start) {}
+        part(Ep + round_up(3, lanes<T>)), elementwise(p), checks(p.intervals.start) {}
 
   int run() {
     const int64_t units = p.B * p.G * pieces;
@@ -149,7 +151,7 @@ template <class T> struct Decode {
       const int64_t first = greatest(j0, row.start), last = least(least(p.K, j0 + piece), row.stop);
       if (first >= last) {
         __builtin_memset(out, 0, size_t(part) * sizeof(T));
-        out[Ep] = -infinity;
+        out[Ep] = out[Ep + 2] = -infinity;
         continue;
       }
       read_query(row, query);
@@ -186,12 +188,16 @@ template <class T> struct Decode {
 
     Vec<T> peaks = load(s + lo), sums{};
     for (int64_t c = lo + L; c < hi; c += L) peaks = max(peaks, load(s + c));
-    const T peak = reduce_max<T>(peaks);
-    const Vec<T> top = broadcast(greatest(peak, no_peak<T>));
-    for (int64_t c = lo; c < hi; c += L) {
-      const Vec<T> weight = exp2(load(s + c) - top);
-      store(s + c, weight);
-      sums += weight;
+    const T largest = reduce_max<T>(peaks), peak = p.normalization == REGARD_SOFTMAX ? largest : T(0);
+    if (p.normalization == REGARD_SOFTMAX) {
+      const Vec<T> top = broadcast(greatest(peak, no_peak<T>));
+      for (int64_t c = lo; c < hi; c += L) {
+        const Vec<T> weight = exp2(load(s + c) - top);
+        store(s + c, weight);
+        sums += weight;
+      }
+    } else {
+      elementwise.weigh(s, lo, hi);
     }
     if (p.dropout_threshold) apply_dropout(row.dropout_key, p.dropout_threshold, j0, s, lo, hi);
     if constexpr (sizeof(S) == 1) {
@@ -200,13 +206,18 @@ template <class T> struct Decode {
     }
     add_weighted_values<T, S>(s + (first - j0), v, first, last - first, watch, checks, out);
     out[Ep] = peak;
+    out[Ep + 2] = largest;
     out[Ep + 1] = checks && watch.bad() ? T(__builtin_nanf("")) : reduce_add<T>(sums);
   }
 
   void merge_pieces(int64_t head, int64_t r) const {
     const int64_t b = head / p.G, h = head % p.G * (rows / p.Q) + r / p.Q, i = r % p.Q;
     T sink = p.sink ? ((const T*)p.sink)[h] * T(log2_e) : T(-infinity), peak = greatest(sink, no_peak<T>);
-    for (int64_t n = 0; n < pieces; ++n) peak = greatest(peak, part_of(head, n, r)[Ep]);
+    T largest = -infinity;
+    for (int64_t n = 0; n < pieces; ++n) {
+      peak = greatest(peak, part_of(head, n, r)[Ep]);
+      largest = greatest(largest, part_of(head, n, r)[Ep + 2]);
+    }
     T* total = part_of(head, 0, r);
     T sum = exp2(broadcast(sink - peak))[0];
     for (int64_t n = 0; n < pieces; ++n) {
@@ -216,6 +227,7 @@ template <class T> struct Decode {
       for (int64_t e = 0; e < Ep; e += lanes<T>)
         store(total + e, n ? load(total + e) + load(one + e) * shrink : load(one + e) * shrink);
     }
+    if (p.normalization != REGARD_SOFTMAX && sum == sum) peak = 0, sum = 1;
     T factor = sum == 0 ? T(0) : (p.dropout_threshold ? T(p.dropout_scale) : T(1)) / sum;
     alignas(vector_bytes) double logs[lanes<T>];
     log2_exactly(broadcast(sum), logs);
@@ -224,6 +236,8 @@ template <class T> struct Decode {
     const Matrix out = matrix_of(result.out, p.dtype, b, h, p.Q, p.E);
     unpack_row(out, i, total, factor);
     if (result.lse.data) *const_cast<T*>(real_row<T>(result.lse, b, h, i)) = lse;
+    if (result.max_logit.data)
+      *const_cast<T*>(real_row<T>(result.max_logit, b, h, i)) = lse != lse ? lse : largest * T(ln_2);
   }
 };
 

@@ -153,8 +153,9 @@ int check_kv_dtype(const regard_dot& p, bool mixed) {
   return scaled && p.B && p.G && p.K ? check_presence(p.k_scale, p.v_scale) : REGARD_OK;
 }
 
-// Reject sizes whose products overflow, so that kernels need not check them again.
-int check(const regard_dot& p, bool mixed = false) {
+// Reject sizes whose products overflow, so that kernels need not check them again. `elementwise`: whether the kernel takes
+// normalisations other than the softmax.
+int check(const regard_dot& p, bool elementwise = false, bool mixed = false) {
   const int64_t sizes[] = {p.B, p.H, p.G, p.Q, p.K, p.D, p.E};
   for (int64_t n : sizes)
     if (n < 0) return REGARD_BAD_ARGUMENT;
@@ -178,6 +179,8 @@ int check(const regard_dot& p, bool mixed = false) {
   if (p.bias.data && p.bias_dtype == REGARD_FLOAT64 && p.dtype != REGARD_FLOAT64) return REGARD_BAD_ARGUMENT;
   if (!(p.temperature > 0) || !(p.softcap >= 0)) return REGARD_BAD_ARGUMENT;
   if (p.weight.data && (p.scale != 1 || p.softcap != 0)) return REGARD_BAD_ARGUMENT;
+  if (p.normalization < REGARD_SOFTMAX || p.normalization > REGARD_SQUARED_RELU_WEIGHTS) return REGARD_BAD_ARGUMENT;
+  if (p.normalization != REGARD_SOFTMAX && (!elementwise || p.sink)) return REGARD_BAD_ARGUMENT;
   // The heads of a group share strips of rows, so they must share the weight.
   if (p.weight.data && p.weight.stride[1] != 0 && p.H != p.G) return REGARD_BAD_ARGUMENT;
   return REGARD_OK;
@@ -288,11 +291,12 @@ const char* regard_isas_compiled(void) {
 
 int regard_dot_forward(const regard_dot* problem, const regard_dot_result* result) {
   if (!problem || !result) return REGARD_BAD_ARGUMENT;
-  const int status = regard::check(*problem, true);
+  const int status = regard::check(*problem, true, true);
   if (status != REGARD_OK) return status;
   if (problem->B == 0 || problem->H == 0 || problem->Q == 0) return REGARD_OK;
   if (problem->E && !result->out.present) return REGARD_BAD_ARGUMENT;
-  if (const int absent = regard::check_presence(result->lse, result->out_table)) return absent;
+  if (result->max_logit.present && problem->normalization != REGARD_SOFTMAX) return REGARD_BAD_ARGUMENT;
+  if (const int absent = regard::check_presence(result->lse, result->out_table, result->max_logit)) return absent;
   if (const int absent = problem->E ? regard::check_presence(result->out) : REGARD_OK) return absent;
   if (result->out_table.data && (!problem->offset || result->out_table.stride[3] != 1)) return REGARD_BAD_ARGUMENT;
   return regard::chosen.dot_forward(regard::normalize(*problem), *result);
@@ -300,7 +304,7 @@ int regard_dot_forward(const regard_dot* problem, const regard_dot_result* resul
 
 int regard_dot_backward(const regard_dot* problem, const regard_dot_gradient* gradient) {
   if (!problem || !gradient) return REGARD_BAD_ARGUMENT;
-  const int status = regard::check(*problem);
+  const int status = regard::check(*problem, true);
   if (status != REGARD_OK) return status;
   if (problem->B == 0 || problem->H == 0) return REGARD_OK;
   const regard_dot_gradient& g = *gradient;
@@ -331,7 +335,7 @@ int regard_dot_jvp(const regard_dot* problem, const regard_dot_tangent* tangent,
   int status = regard::check(p);
   if (status != REGARD_OK) return status;
   if (p.B == 0 || p.H == 0 || p.Q == 0) return REGARD_OK;
-  if (p.weight.present || !result->lse.present || !t.d_lse.present ||
+  if (p.weight.present || result->max_logit.present || !result->lse.present || !t.d_lse.present ||
       (p.E && !(result->out.present && t.d_out.present)))
     return REGARD_BAD_ARGUMENT;
   if (result->out_table.present != t.d_out_table.present) return REGARD_BAD_ARGUMENT;

@@ -1,4 +1,5 @@
 // Attention, forward: for each strip of MR query rows, scores -> softmax -> times values, while it is in the cache.
+#include "normalization.h"
 #include "strips.h"
 
 namespace regard::REGARD_ISA {
@@ -11,35 +12,40 @@ template <class T, class Score> struct Forward : Strips<T, Forward<T, Score>, Sc
   const regard_dot_result& result;
   const int64_t Ep;     // E in whole panels
   const int64_t table;  // entries of a row of out_table, 0 if it is not wanted
+  const ElementwiseWeights<T> elementwise;
 
   struct Places {
-    size_t sums, out, table, peak, fresh;
+    size_t sums, out, table, peak, largest, fresh;
   } at;
 
   Forward(const regard_dot& p, const regard_dot_result& result)
-      : Base(p), result(result), Ep(round_up(p.E, NR<T>)), table(result.out_table.data ? 2 * p.radius + 1 : 0) {
+      : Base(p), result(result), Ep(round_up(p.E, NR<T>)), table(result.out_table.data ? 2 * p.radius + 1 : 0),
+        elementwise(p) {
+    this->measures &= p.normalization == REGARD_SOFTMAX;
     leave_scale();
     at.sums = layout.add(strips * MR, vector_bytes, 1);
     at.out = layout.add(strips * MR, Ep, sizeof(T));
     at.table = layout.add(strips * MR, table, sizeof(T));
     at.peak = layout.add(strips, strip_lanes<T>, sizeof(T));
+    at.largest = layout.add(result.max_logit.data ? strips * MR : 0, 1, sizeof(T));
     at.fresh = layout.add(strips, 1, 1);
   }
 
   struct Workspace {
     Vec<T>* sums;
-    T *out, *table, *peak;
+    T *out, *table, *peak, *largest;
     uint8_t* fresh;  // a strip that has no output yet
   };
   Workspace workspace(char* memory) const {
-    return {(Vec<T>*)(memory + at.sums), (T*)(memory + at.out), (T*)(memory + at.table), (T*)(memory + at.peak),
-            (uint8_t*)(memory + at.fresh)};
+    return {(Vec<T>*)(memory + at.sums), (T*)(memory + at.out),     (T*)(memory + at.table),
+            (T*)(memory + at.peak),      (T*)(memory + at.largest), (uint8_t*)(memory + at.fresh)};
   }
 
   void start_strip(Workspace& workspace, int64_t s) const {
     workspace.fresh[s] = 1;
     for (int r = 0; r < strip_lanes<T>; ++r) workspace.peak[s * strip_lanes<T> + r] = -infinity;
     for (int r = 0; r < MR; ++r) workspace.sums[s * MR + r] = Vec<T>{};
+    for (int r = 0; result.max_logit.data && r < MR; ++r) workspace.largest[s * MR + r] = -infinity;
     if (table) __builtin_memset(workspace.table + s * MR * table, 0, size_t(MR * table) * sizeof(T));
   }
 
@@ -47,7 +53,14 @@ template <class T, class Score> struct Forward : Strips<T, Forward<T, Score>, Sc
     const Row<T>* rows = w.rows + s * MR;
     if (workspace.fresh[s]) fetch_rows(matrix_of(result.out, p.dtype, rows[0].b, rows[0].h, p.Q, p.E), rows[0].i, m);
     T alpha[strip_lanes<T>];
-    if (!weigh(workspace, w, s, m, lo, hi, alpha)) return false;
+    if (p.normalization != REGARD_SOFTMAX) {
+      for (int r = 0; r < strip_lanes<T>; ++r) alpha[r] = 1;
+      for (int r = 0; r < m; ++r) elementwise.weigh(w.scores + r * chunk, lo, hi);
+    } else {
+      if (result.max_logit.data)
+        for (int r = 0; r < m; ++r) include_largest(workspace.largest[s * MR + r], w.scores + r * chunk, lo, hi);
+      if (!weigh(workspace, w, s, m, lo, hi, alpha)) return false;
+    }
     if (p.dropout_threshold)
       for (int r = 0; r < m; ++r)
         apply_dropout(rows[r].dropout_key, p.dropout_threshold, j0, w.scores + r * chunk, lo, hi);
@@ -55,6 +68,12 @@ template <class T, class Score> struct Forward : Strips<T, Forward<T, Score>, Sc
     add_values(workspace, w, s, m, alpha, j0, lo, hi);
     workspace.fresh[s] = 0;
     return true;
+  }
+
+  static void include_largest(T& largest, const T* logits, int64_t lo, int64_t hi) {
+    Vec<T> x = broadcast(largest);
+    for (int64_t c = lo; c < hi; c += lanes<T>) x = max(x, load(logits + c));
+    largest = reduce_max<T>(x);
   }
 
 #if defined(__AMX_BF16__)
@@ -140,8 +159,10 @@ template <class T, class Score> struct Forward : Strips<T, Forward<T, Score>, Sc
       }
       store(factor + r,
             select(total == 0, Vec<T>{}, shrink / total * (p.dropout_threshold ? T(p.dropout_scale) : T(1))));
-      if (result.lse.data) store_lse<T>(total, peak, lse + r);
+      if (result.lse.data || result.max_logit.data) store_lse<T>(total, peak, lse + r);
     }
+    if (p.normalization != REGARD_SOFTMAX)
+      for (int r = 0; r < m; ++r) lse[r] = 0, factor[r] = p.dropout_threshold ? T(p.dropout_scale) : T(1);
     for (int r = 0; r < m; ++r)
       if (w.poisoned[s * MR + r]) factor[r] = lse[r] = T(__builtin_nanf(""));
     for (int r = 0; r < m;) {
@@ -161,6 +182,9 @@ template <class T, class Score> struct Forward : Strips<T, Forward<T, Score>, Sc
     unpack_rows<T>(matrix_of(result.out, p.dtype, row.b, row.h, p.Q, p.E), row.i, count, out, Ep, factor, 1);
     if (result.lse.data)
       for (int r = 0; r < count; ++r) *const_cast<T*>(real_row<T>(result.lse, row.b, row.h, row.i + r)) = lse[r];
+    for (int r = 0; result.max_logit.data && r < count; ++r)
+      *const_cast<T*>(real_row<T>(result.max_logit, row.b, row.h, row.i + r)) =
+          lse[r] != lse[r] ? lse[r] : workspace.largest[first + r] * T(ln_2);
     for (int r = 0; table && r < count; ++r) {
       T* to = const_cast<T*>(real_row<T>(result.out_table, row.b, row.h, row.i + r));
       for (int64_t t = 0; t < table; ++t) to[t] = workspace.table[(first + r) * table + t] * factor[r];
@@ -172,7 +196,9 @@ template <class T, class Score> struct Forward : Strips<T, Forward<T, Score>, Sc
 
 int dot_forward(const regard_dot& p, const regard_dot_result& result) {
 #ifdef REGARD_EXTENDS
-  if (!takes_pairs(p) || decode_is_better(p, result)) return REGARD_EXTENDS::dot_forward(p, result);
+  // Tiles of AMX leave scales to the softmax.
+  const bool rare = has_amx && (p.normalization != REGARD_SOFTMAX || result.max_logit.data);
+  if (rare || !takes_pairs(p) || decode_is_better(p, result)) return REGARD_EXTENDS::dot_forward(p, result);
 #else
   if (!p.weight.data && decode_is_better(p, result)) return dot_decode(p, result);
 #endif

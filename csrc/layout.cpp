@@ -60,10 +60,11 @@ STRUCTURE(regard_dot)
   FIELD(has_sink), FIELD(scale), FIELD(softcap), FIELD(temperature), FIELD(q), FIELD(k), FIELD(v), FIELD(intervals),
   FIELD(tiles), FIELD(diagonal), FIELD(row_table), FIELD(bias), FIELD(bias_dtype), FIELD(wants_value_table),
   FIELD(radius), FIELD(offset), FIELD(sink), FIELD(seed), FIELD(dropout_threshold), FIELD(kv_dtype),
-  FIELD(dropout_scale), FIELD(weight), FIELD(k_scale), FIELD(v_scale)
+  FIELD(dropout_scale), FIELD(weight), FIELD(k_scale), FIELD(v_scale), FIELD(normalization), FIELD(reserved),
+  FIELD(normalization_bias)
 END
 STRUCTURE(regard_dot_result)
-  FIELD(out), FIELD(lse), FIELD(out_table)
+  FIELD(out), FIELD(lse), FIELD(out_table), FIELD(max_logit)
 END
 STRUCTURE(regard_dot_gradient)
   FIELD(out), FIELD(lse), FIELD(out_table), FIELD(d_out), FIELD(d_lse), FIELD(d_out_table), FIELD(d_q), FIELD(d_k),
@@ -141,6 +142,10 @@ END
     NUMBER(REGARD_NO_MASK),
     NUMBER(REGARD_INTERVALS),
     NUMBER(REGARD_TILES),
+    NUMBER(REGARD_SOFTMAX),
+    NUMBER(REGARD_SIGMOID),
+    NUMBER(REGARD_RELU_WEIGHTS),
+    NUMBER(REGARD_SQUARED_RELU_WEIGHTS),
     NUMBER(REGARD_FEATURES),
     NUMBER(REGARD_ELU),
     NUMBER(REGARD_PACKED_FLOAT32),

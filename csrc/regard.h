@@ -18,7 +18,7 @@ extern "C" {
 
 // Changes whenever the meaning of a structure or a signature below does; the caller compares it before anything else.
 // The layout of the structures is not a matter of this number: regard_layout describes it, and the caller reads that.
-enum { REGARD_INTERFACE = 12 };
+enum { REGARD_INTERFACE = 13 };
 
 enum { REGARD_FLOAT32 = 0, REGARD_FLOAT64 = 1, REGARD_BFLOAT16 = 2, REGARD_FLOAT16 = 3 };
 // Only for keys and values: 8-bit integers, times a scale for each key of a head.
@@ -66,6 +66,10 @@ enum { REGARD_TILE = 64 };
 // Which keys a row may attend to: all, or those of the intervals or of the tiles.
 enum { REGARD_NO_MASK = 0, REGARD_INTERVALS = 1, REGARD_TILES = 2 };
 
+// How logits become weights. All but the softmax are functions of one logit, without a sink: 1 / (1 + e^-x), and max(x, 0)
+// and its square.
+enum { REGARD_SOFTMAX = 0, REGARD_SIGMOID = 1, REGARD_RELU_WEIGHTS = 2, REGARD_SQUARED_RELU_WEIGHTS = 3 };
+
 // The features of linear attention: q and k as they are, or elu(x) + 1 of them.
 enum { REGARD_FEATURES = 0, REGARD_ELU = 1 };
 
@@ -73,7 +77,8 @@ enum { REGARD_FEATURES = 0, REGARD_ELU = 1 };
 //   logits = (score + diagonal[j - i + Q - 1] + row_table[i, clip(j - p, -R, R) + R] + bias[i, j]) / temperature
 //   score = cap(scale * q.k), cap(x) = softcap * tanh(x / softcap), or x where softcap is 0;   p = offset[b] + i
 //   score = weight . tanh(q + k) where there is a weight; scale is 1 then and softcap 0
-//   weights = softmax over the visible keys and the sink;   out = dropout(weights) v
+//   weights = softmax over the visible keys and the sink, or a function of each logit + normalization_bias
+//   out = dropout(weights) v
 typedef struct {
   int64_t B, H, G, Q, K, D, E;
   int32_t dtype;     // of q, out and their gradients
@@ -102,12 +107,19 @@ typedef struct {
 
   regard_tensor weight;  // Real (1, H|1, 1, D) of the additive score, or absent; where heads differ in it, H equals G
   regard_tensor k_scale, v_scale;  // float (B, G, K), where kv_dtype is REGARD_INT8
+
+  int32_t normalization;  // other than REGARD_SOFTMAX in forward and backward only
+  int32_t reserved;
+  double normalization_bias;
 } regard_dot;
 
 typedef struct {
-  regard_tensor out;        // (B, H, Q, E)
-  regard_tensor lse;        // Real (B, H, Q), natural logarithm; may be absent
+  regard_tensor out;  // (B, H, Q, E)
+  regard_tensor lse;  // Real (B, H, Q), natural logarithm; may be absent. Without a softmax 0, or NaN where out is
   regard_tensor out_table;  // Real (B, H, Q, 2 * radius + 1), last stride 1: dropped weights summed by clipped distance
+  regard_tensor
+      max_logit;  // Real (B, H, Q): the largest visible logit, -infinity without one, NaN where lse is; may be absent,
+                  // and is without a softmax, and of tangents
 } regard_dot_result;
 
 // Inputs of the backward in addition to the problem, and where its results go. Absent results are not computed, except

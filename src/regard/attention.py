@@ -153,6 +153,7 @@ class Attention(Description):
             *,
             engine: str | None = None,
             return_lse: Literal[False] = False,
+            return_max: Literal[False] = False,
         ) -> Tensor: ...
         @overload
         def __call__(
@@ -160,7 +161,18 @@ class Attention(Description):
         ) -> tuple[Tensor, Tensor]: ...
         @overload
         def __call__(
-            self, query: Tensor, key: Keys, value: Keys, *, engine: str | None = None, return_lse: bool
+            self, query: Tensor, key: Keys, value: Keys, *, engine: str | None = None, return_max: Literal[True]
+        ) -> tuple[Tensor, Tensor]: ...
+        @overload
+        def __call__(
+            self,
+            query: Tensor,
+            key: Keys,
+            value: Keys,
+            *,
+            engine: str | None = None,
+            return_lse: bool,
+            return_max: bool = False,
         ) -> Any: ...
         def __call__(self, *args: Any, **kwargs: Any) -> Any: ...
 
@@ -172,39 +184,49 @@ class Attention(Description):
         *,
         engine: str | None = None,
         return_lse: bool = False,
+        return_max: bool = False,
         **unknown: Any,
     ) -> Any:
         """Return the output (B, H, Q, E), and with `return_lse=True` also the log-sum-exp (B, H, Q).
+
+        With `return_max=True` the last result is the largest visible logit of each query, (B, H, Q), after scale, bias
+        and temperature and without the sink: -inf for a query that sees no key. It has no gradient.
 
         `engine` forces an engine by name; by default the fastest engine that supports the call is used. Keys and values
         may be those of a cache in fewer bytes, `QuantizedTensor`.
         """
         if unknown:
             arguments.reject_keywords("Attention.forward", unknown)
-        if not torch.compiler.is_compiling() and engine is None and not _is_watched():
+        if not torch.compiler.is_compiling() and engine is None and not return_max and not _is_watched():
             result = self.__dict__["_plans"].repeat_last(query, key, value, self.mask, return_lse)
             if result is not None:
                 return result if return_lse else result[0]
         if isinstance(key, QuantizedTensor) or isinstance(value, QuantizedTensor):
-            return self._forward_quantized(query, key, value, engine, return_lse)
+            return self._forward_quantized(query, key, value, engine, return_lse, return_max)
         if torch._C._is_any_autocast_enabled() and autocast_enabled(query):
             query, key, value = autocast(query, key, value)
             with no_autocast(query.device):
-                return self.forward(query, key, value, engine=engine, return_lse=return_lse)
+                return self.forward(query, key, value, engine=engine, return_lse=return_lse, return_max=return_max)
         if (sharding := current_sharding()) is not None:
             if not torch.compiler.is_compiling() and INTERVENTION.get() is not None:
                 raise NotImplementedError(
                     "an ablation needs whole sequences: run it outside of regard.distributed.sequence"
                 )
+            if return_max:
+                raise NotImplementedError(
+                    "return_max needs whole sequences: call outside of regard.distributed.sequence"
+                )
             check_tensors(query, key, value)
             query, key, value = broadcast_batch(query, key, value)
             attend = self if self.training else self.replace(dropout=0.0)
             return sharding.attend(attend, query, key, value, engine=engine, return_lse=return_lse)
-        return self.forward_local(query, key, value, engine=engine, return_lse=return_lse)
+        return self.forward_local(query, key, value, engine=engine, return_lse=return_lse, return_max=return_max)
 
-    def _forward_quantized(self, query: Tensor, key: Any, value: Any, engine: str | None, return_lse: bool) -> Any:
+    def _forward_quantized(
+        self, query: Tensor, key: Any, value: Any, engine: str | None, return_lse: bool, return_max: bool
+    ) -> Any:
         """Attend to quantized keys and values: the native engine reads them in place, others get them dequantized."""
-        watched = torch.compiler.is_compiling() or OBSERVERS.get() or INTERVENTION.get() is not None
+        watched = torch.compiler.is_compiling() or return_max or OBSERVERS.get() or INTERVENTION.get() is not None
         watched = watched or torch._C._is_any_autocast_enabled() or current_sharding() is not None
         if not watched and type(key) is type(value) and is_one_batch(query, key, value):
             like = query.new_empty(())
@@ -213,11 +235,12 @@ class Attention(Description):
             if result is not None:
                 return result if return_lse else result[0]
         key, value = dequantize(key, query.dtype), dequantize(value, query.dtype)
-        return self.forward(query, key, value, engine=engine, return_lse=return_lse)
+        return self.forward(query, key, value, engine=engine, return_lse=return_lse, return_max=return_max)
 
     def forward_local(
-        self, query: Tensor, key: Tensor, value: Tensor, *, engine: str | None = None, return_lse: bool = False
-    ) -> Any:
+        self, query: Tensor, key: Tensor, value: Tensor, *, engine: str | None = None, return_lse: bool = False,
+        return_max: bool = False,
+    ) -> Any:  # fmt: skip
         """Attend to these tensors only, even inside a sequence shared with other processes."""
         if value is None:
             raise TypeError("value must be a torch.Tensor, got None; to get weights only, call weights(query, key)")
@@ -225,28 +248,34 @@ class Attention(Description):
             attend, factors = self.intervene(query, key)
             token = INTERVENTION.set(None)  # `attend` is already changed
             try:
-                result = attend.forward_local(query, key, value, engine=engine, return_lse=return_lse)
+                result = attend.forward_local(
+                    query, key, value, engine=engine, return_lse=return_lse, return_max=return_max
+                )
             finally:
                 INTERVENTION.reset(token)
             if factors is None:
                 return result
             factors = factors[:, None, None] if query.dim() > 2 else factors
-            return (result[0] * factors.to(result[0]), result[1]) if return_lse else result * factors.to(result)
-        problem, chosen = self._plan(query, key, value, engine, return_lse)
+            if not isinstance(result, tuple):
+                return result * factors.to(result)
+            return result[0] * factors.to(result[0]), *result[1:]
+        problem, chosen = self._plan(query, key, value, engine, return_lse, return_max)
         seed = draw_seed(query.device) if problem.dropout else None
         if query.dim() == 4:
             if problem.broadcasts:
                 query, key, value = broadcast_batch(query, key, value)
-            output, lse = chosen.run(problem, query, key, value, seed)
-            return (output, lse) if return_lse else output
-        output, lse = chosen.run(problem, pad_leading(query), pad_leading(key), pad_leading(value), seed)
-        output = output.reshape(*query.shape[:-1], value.shape[-1])
-        if not return_lse:
+            output, lse, *others = chosen.run(problem, query, key, value, seed)
+        else:
+            results = chosen.run(problem, pad_leading(query), pad_leading(key), pad_leading(value), seed)
+            output = results[0].reshape(*query.shape[:-1], value.shape[-1])
+            lse, *others = (x if x is None else x.reshape(query.shape[:-1]) for x in results[1:])
+        if not (return_lse or others):
             return output
-        assert lse is not None
-        return output, lse.reshape(query.shape[:-1])
+        return (output, lse, *others) if return_lse else (output, *others)
 
-    def _plan(self, query: Tensor, key: Tensor, value: Tensor, engine: str | None, return_lse: bool) -> Plan:
+    def _plan(
+        self, query: Tensor, key: Tensor, value: Tensor, engine: str | None, return_lse: bool, return_max: bool = False
+    ) -> Plan:
         """Return the problem and its engine, cached unless a score or bias is user code, which may close over anything.
 
         Observers are called here; they are not part of a graph.
@@ -255,7 +284,7 @@ class Attention(Description):
         if not compiling:
             self.notify_observers(query, key, value)
         if compiling or self.__dict__["_custom"]:
-            problem = self.problem(query, key, value, return_lse=return_lse)
+            problem = self.problem(query, key, value, return_lse=return_lse, return_max=return_max)
             return problem, select(problem, engine)
         offset = None
         if isinstance(self.offset, Tensor):
@@ -266,9 +295,9 @@ class Attention(Description):
             (query, key, value),
             self.tensors() if self.__dict__["_holds_tensors"] else (),
             None if self.mask is None else self.mask.snapshot(),
-            (return_lse, self.training, offset),
+            (return_lse, return_max, self.training, offset),
             engine,
-            lambda: self.problem(query, key, value, return_lse=return_lse),
+            lambda: self.problem(query, key, value, return_lse=return_lse, return_max=return_max),
             owner=self,
         )
         if engine is None and offset is None and not self.dropout and chosen is native.ENGINE:
@@ -396,7 +425,10 @@ class Attention(Description):
             )
         return problem
 
-    def problem(self, query: Tensor, key: Tensor, value: Tensor | None = None, *, return_lse: bool = False) -> Problem:
+    def problem(
+        self, query: Tensor, key: Tensor, value: Tensor | None = None, *, return_lse: bool = False,
+        return_max: bool = False,
+    ) -> Problem:  # fmt: skip
         """Check a call and return it as a `Problem` for the engines; without a value, for an inspection.
 
         >>> import regard as rg, torch
@@ -413,6 +445,10 @@ class Attention(Description):
             raise ValueError(
                 f"the log-sum-exp belongs to a softmax, but the normalisation is {self.normalization!r}; outputs of "
                 "Sigmoid and ReLU over shards of the keys add up without one"
+            )
+        if return_max and not isinstance(self.normalization, Softmax):
+            raise ValueError(
+                f"return_max is for a softmax, not for {self.normalization!r}; statistics has max_logit too"
             )
         score, bias, normalization = self.score, self.bias, self.normalization
         if not torch.compiler.is_compiling():
@@ -446,6 +482,7 @@ class Attention(Description):
             dropout=float(self.dropout) if self.training else 0.0,
             grad=learned and torch.is_grad_enabled(),
             lse=return_lse,
+            max_logit=return_max,
             tangent=tangent or any(part.closes_over_tangent(query.device) for part in custom),
             torch_only=torch_only,
             direct=torch.compiler.is_compiling() or is_direct(tensors),

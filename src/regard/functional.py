@@ -39,6 +39,7 @@ def attention(
     value: Keys,
     *,
     return_lse: Literal[False] = False,
+    return_max: Literal[False] = False,
     **options: Unpack[AttentionOptions],
 ) -> Tensor: ...
 @overload
@@ -47,7 +48,17 @@ def attention(
 ) -> tuple[Tensor, Tensor]: ...
 @overload
 def attention(
-    query: Tensor, key: Keys, value: Keys, *, return_lse: bool, **options: Unpack[AttentionOptions]
+    query: Tensor, key: Keys, value: Keys, *, return_max: Literal[True], **options: Unpack[AttentionOptions]
+) -> tuple[Tensor, Tensor]: ...
+@overload
+def attention(
+    query: Tensor,
+    key: Keys,
+    value: Keys,
+    *,
+    return_lse: bool,
+    return_max: bool = False,
+    **options: Unpack[AttentionOptions],
 ) -> Any: ...
 def attention(
     query: Tensor,
@@ -64,6 +75,7 @@ def attention(
     normalization: Normalization = DEFAULT_NORMALIZATION,
     engine: str | None = None,
     return_lse: bool = False,
+    return_max: bool = False,
     **unknown: Any,
 ) -> Any:
     """`softmax(q kᵀ / sqrt(D)) v`, or any other attention: the same as `Attention(...)(query, key, value)`.
@@ -81,7 +93,7 @@ def attention(
         attend = _plain_attention(mask, offset, temperature, sink, dropout)
     else:
         attend = Attention(score, mask, bias, offset, temperature, sink, dropout, normalization)
-    return attend.forward(query, key, value, engine=engine, return_lse=return_lse)
+    return attend.forward(query, key, value, engine=engine, return_lse=return_lse, return_max=return_max)
 
 
 def _plain_attention(mask: Mask | None, offset: Any, temperature: float, sink: Any, dropout: float) -> Attention:

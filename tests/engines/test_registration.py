@@ -49,9 +49,9 @@ def test_the_operator_is_registered_as_torch_wants_it() -> None:
     query, key, value = tensors((2, 2, 9, 4), (2, 1, 11, 4), (2, 1, 11, 3))
     bias, sink = tensors((1, 2, 9, 11), (2,))
     start, stop = torch.zeros(1, 1, 9, dtype=torch.int32), torch.arange(1, 10, dtype=torch.int32)[None, None]
-    fixed = ([start, stop], None, None, [0.5, 0.0, 1.0, 0.0], [0, 0, 0, 0])
+    fixed = ([start, stop], None, None, [0.5, 0.0, 1.0, 0.0, 0.0, 0.0], [0, 0, 0, 0])
     torch.library.opcheck(torch.ops.regard.dot, (query, key, value, None, None, bias, sink, None, *fixed))
-    weight, fixed = tensors((1, 1, 1, 4))[0], ([start, stop], None, None, [1.0, 0.0, 1.0, 0.0], [0, 0, 0, 0])
+    weight, fixed = tensors((1, 1, 1, 4))[0], ([start, stop], None, None, [1.0, 0.0, 1.0, 0.0, 0.0, 0.0], [0, 0, 0, 0])
     torch.library.opcheck(torch.ops.regard.dot, (query, key, value, None, None, bias, sink, weight, *fixed))
 
 

@@ -216,6 +216,8 @@ def why_not(problem: Problem) -> list[str]:
         reasons.append("an axis is empty")
     if not problem.softmax:
         reasons.append(f"its kernel computes a softmax, not {problem.normalization!r}")
+    if problem.max_logit:
+        reasons.append("its kernel does not return the largest logits")
     if problem.device.type == "meta":
         reasons.append("it reads values, and meta tensors have none")
     elif problem.device.type not in DEVICES:

@@ -13,11 +13,12 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from regard.engines import tiled
+from regard.engines import tiled, whole_rows
 from regard.engines.derivatives import Operator, Tensors, holds_transformed, push_forward
 from regard.engines.dot_product import as_dot
 from regard.engines.problem import Problem
 from regard.geometry import Indices, pad_leading
+from regard.normalizations import ReLU, Sigmoid, Softmax
 from regard.positions.biases import Bias, DenseBias, Diagonal, Shaw, is_built_in
 from regard.scores import BUILT_IN, Additive, Dot
 
@@ -29,7 +30,7 @@ class LoweredConstants(NamedTuple):
     mask_layout: tuple[Tensor, ...]
     offset: Tensor | None  # (B,) int64, with Shaw's tables only
     seed: Tensor | None
-    numbers: tuple[float, float, float, float]  # scale, softcap or 0, temperature, dropout
+    numbers: tuple[float, ...]  # scale, softcap or 0, temperature, dropout, kind and bias of the normalisation
     sizes: tuple[int, int, int, int]  # radius, whether the mass by distance is requested, strides of the tile table
     problem: Problem | None = None  # for second derivatives
 
@@ -47,13 +48,16 @@ class LoweredTensors(NamedTuple):
     weight: Tensor | None  # (1, H or 1, 1, D), for the additive score
 
 
-def why_not(problem: Problem) -> list[str]:
-    """Return reasons why a problem has no lowered form, or why its kernels could not be differentiated."""
+def why_not(problem: Problem, *, elementwise: bool = False) -> list[str]:
+    """Return reasons why a problem has no lowered form, or why its kernels could not be differentiated.
+
+    elementwise: whether the kernels compute a sigmoid, and a ReLU with a power of 1 or 2.
+    """
     reasons = []
     if problem.empty:
         reasons.append("an axis is empty")
-    if not problem.softmax:
-        reasons.append(f"its kernels compute a softmax, not {problem.normalization!r}")
+    if not problem.softmax and (not elementwise or lower_normalization(problem) is None):
+        reasons.append(f"its kernels do not compute {problem.normalization!r}")
     if type(problem.score) not in BUILT_IN:
         reasons.append(f"its kernels support dot products and the additive score, not {problem.score!r}")
     if problem.bias is not None:
@@ -81,6 +85,21 @@ def _why_not_traced(problem: Problem) -> list[str]:
     if problem.mask is not None and problem.mask.traced:
         reasons.append("torch.compile cannot read a mask that is built inside the compiled function")
     return reasons
+
+
+def lower_normalization(problem: Problem) -> tuple[int, float] | None:
+    """Return kind and bias of the normalisation as in csrc/regard.h, or None if the kernels do not compute it.
+
+    The bias of a sigmoid that is a tensor is lowered with those that depend on distance.
+    """
+    match problem.normalization:
+        case Softmax():
+            return 0, 0.0
+        case Sigmoid(bias=bias):
+            return 1, 0.0 if isinstance(bias, Tensor) else float(bias)
+        case ReLU(power=power) if power in (1, 2):
+            return int(1 + power), 0.0
+    return None
 
 
 def in_float32(problem: Problem) -> Problem | None:
@@ -134,7 +153,9 @@ def lower(problem: Problem, query: Tensor, key: Tensor, value: Tensor) -> tuple[
     """Return the tensors for the kernels, the Shaw bias if there is one, and the scale of the dot product."""
     score, scale, shaw, frame = problem.score, problem.scale, None, problem.frame
     diagonal = row_table = dense = sink = weight = None
-    if type(score) is Dot and type(scale) is float and problem.bias is None and problem.sink is None:
+    own_bias = problem.normalization.bias if isinstance(problem.normalization, Sigmoid) else None
+    plain = problem.bias is None and problem.sink is None and not isinstance(own_bias, Tensor)
+    if plain and type(score) is Dot and type(scale) is float:
         return LoweredTensors(query, key, value, None, None, None, None, None), None, scale
     original = query
     if isinstance(score, Additive):
@@ -153,6 +174,10 @@ def lower(problem: Problem, query: Tensor, key: Tensor, value: Tensor) -> tuple[
             row_table = part.table(at, original.to(problem.compute_dtype), problem.scale).contiguous()
         elif isinstance(part, DenseBias):
             dense = pad_leading(part.tensor) if dense is None else dense + pad_leading(part.tensor)
+    if isinstance(own_bias, Tensor):  # the kernel divides biases by the temperature
+        vector = own_bias.to(problem.compute_dtype).reshape(1, -1, 1, 1) * problem.temperature
+        vector = vector.expand(1, vector.shape[1], 1, frame.Q + frame.K - 1)
+        diagonal = vector if diagonal is None else diagonal + vector
     if diagonal is not None:
         diagonal = diagonal.contiguous()
     if dense is not None:
@@ -240,7 +265,11 @@ class _LoweredBias(Bias):
 def attend_lowered(x: LoweredTensors, fixed: LoweredConstants, save: bool) -> tuple[Tensor, ...]:
     """Return output, log-sum-exp and, if requested, mass by distance, computed by torch's operators."""
     problem, value, d_value = _as_problem(x, fixed), _with_mass(x.value, fixed), x.value.shape[-1]
-    output, lse = tiled.attend_by_tiles(problem, x.query, x.key, value, fixed.seed, save)
+    if problem.softmax:
+        output, lse = tiled.attend_by_tiles(problem, x.query, x.key, value, fixed.seed, save)
+    else:
+        output = whole_rows.attend_by_rows(problem, x.query, x.key, value, fixed.seed, save)
+        lse = output.new_zeros(output.shape[:3], dtype=problem.compute_dtype)
     return (output[..., :d_value], lse, output[..., d_value:].to(lse))[: 2 + fixed.sizes[1]]
 
 
@@ -270,7 +299,8 @@ def curvature(
     along = [moved.query, moved.key, value, *(_as_held(tangents[n], n) for n in held)]
     needed = [*wanted[:3], *(wanted[n] for n in held)]
     known = output, lse, output_moves, lse_moves
-    moves = tiled.TiledOperator(problem, fixed.seed).curvature(given, along, known, (d_output, d_lse), needed)
+    operator = tiled.TiledOperator if problem.softmax else whole_rows.RowsOperator
+    moves = operator(problem, fixed.seed).curvature(given, along, known, (d_output, d_lse), needed)
     lowered: list[Tensor | None] = [*moves[:2], None if moves[2] is None else moves[2][..., :d_value], *[None] * 5]
     for n, one in zip(held, moves[3:], strict=True):
         lowered[n] = None if one is None else one.reshape(x[n].shape)  # type: ignore[union-attr]
@@ -296,9 +326,10 @@ def _with_mass(value: Tensor, fixed: LoweredConstants) -> Tensor:
 def _as_problem(x: LoweredTensors, fixed: LoweredConstants) -> Problem:
     """Return the problem that the lowered tensors describe."""
     assert fixed.problem is not None
+    normalization = fixed.problem.normalization
     if fixed.problem.mask is not None:
         fixed.problem.mask.check_unchanged()
-    scale, softcap, _, _ = fixed.numbers
+    scale, softcap, *_, normalization_bias = fixed.numbers
     return replace(
         fixed.problem,
         G=x.value.shape[1],
@@ -306,4 +337,5 @@ def _as_problem(x: LoweredTensors, fixed: LoweredConstants) -> Problem:
         score=Dot(scale, softcap or None) if x.weight is None else Additive(x.weight[0, :, 0]),
         bias=_LoweredBias(x.diagonal, x.row_table, x.bias, fixed.sizes[0], x.value.shape[-1] if fixed.sizes[1] else 0),
         sink=x.sink,
+        normalization=Sigmoid(normalization_bias) if isinstance(normalization, Sigmoid) else normalization,
     )

@@ -37,6 +37,7 @@ class Problem:
     dropout: float
     grad: bool  # whether anything requires grad
     lse: bool  # whether the log-sum-exp is requested
+    max_logit: bool = False  # whether the largest logit of each query is requested
     tangent: bool = False  # whether any tensor has a tangent, or may have one inside a torch.func transform
     torch_only: bool = False  # whether only torch's own operators provide all derivatives that may be requested
     direct: bool = True  # whether the kernels may read the tensors in place, see `tensor_memory.is_direct`
@@ -94,7 +95,7 @@ class Problem:
         return torch._C._functorch.peek_interpreter_stack() is not None
 
 
-RunFunction = Callable[[Problem, Tensor, Tensor, Tensor, "Tensor | None"], tuple[Tensor, "Tensor | None"]]
+RunFunction = Callable[[Problem, Tensor, Tensor, Tensor, "Tensor | None"], tuple[Any, ...]]
 
 
 @dataclass(frozen=True)
@@ -103,7 +104,8 @@ class Engine:
 
     `why_not(problem)` returns the reasons why it does not support the problem, `why_avoid(problem)` the reasons why it
     should not be picked automatically. `run(problem, query, key, value, seed)` returns the output (B, H, Q, E) and the
-    log-sum-exp (B, H, Q), or None if the engine has none. `peak_bytes(problem)` is the memory beyond inputs and output.
+    log-sum-exp (B, H, Q), or None if the engine has none; with
+    `problem.max_logit` also the largest logits (B, H, Q). `peak_bytes(problem)` is the memory beyond inputs and output.
     `dense(problem)` is whether it also computes the tiles that the mask leaves empty. `fallback(problem)` says when it
     hands a call, or a derivative, over to another engine; it is empty if that cannot happen. `remarks(problem)` says
     what a user should know before relying on it.

@@ -7,6 +7,8 @@ output  = dropout(weights) @ v, plus the value part of a relative position schem
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 from torch import Tensor
 
@@ -21,9 +23,7 @@ DENSE_BYTES = 1 << 28  # above this, an engine without dense weights is preferre
 CACHED_BYTES = 1 << 22  # the same where weights are read several times, as in the search for a threshold
 
 
-def run(
-    problem: Problem, query: Tensor, key: Tensor, value: Tensor, seed: Tensor | None
-) -> tuple[Tensor, Tensor | None]:
+def run(problem: Problem, query: Tensor, key: Tensor, value: Tensor, seed: Tensor | None) -> tuple[Any, ...]:
     at = problem.frame.indices(device=query.device)
     (query, key, value), bad = prepare_operands(problem, query, key, value)
     scores = logits(problem, query, key, at, problem.bias, bad)  # (B, H, Q, K)
@@ -33,7 +33,8 @@ def run(
     output = weights @ value  # (B, H, Q, E)
     if problem.bias is not None and (more := problem.bias.aggregate(at, weights)) is not None:
         output = output + more
-    return output.to(problem.dtype), lse
+    output = output.to(problem.dtype)
+    return (output, lse, max_logits(scores, lse)) if problem.max_logit and lse is not None else (output, lse)
 
 
 def logits(
@@ -53,6 +54,13 @@ def logits(
     if problem.mask is not None and not full:
         scores = scores.masked_fill(~problem.mask.allows(at), float("-inf"))
     return scores
+
+
+def max_logits(logits: Tensor, lse: Tensor) -> Tensor:
+    """Return the largest of the logits (..., q, k), without a gradient: -inf where there is none, NaN where lse is."""
+    if not logits.shape[-1]:
+        return torch.full_like(lse.detach(), float("-inf"))
+    return logits.detach().amax(-1).masked_fill(lse.detach().isnan(), float("nan"))
 
 
 def normalize(problem: Problem, logits: Tensor, at: Indices) -> tuple[Tensor, Tensor | None]:

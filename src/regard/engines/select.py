@@ -61,7 +61,7 @@ def select_inspection(problem: Problem, parts: Sequence[Tensor] | None = None) -
 
     parts: indices of the heads, rows and columns whose weights are requested, which may have to be differentiable.
     """
-    outside = torch.compiler.is_compiling() or problem.in_transform or not problem.direct
+    outside = torch.compiler.is_compiling() or problem.in_transform or not problem.direct or not problem.softmax
     if outside or native.why_not(problem):
         return inspection
     if parts is None:

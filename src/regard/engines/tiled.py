@@ -30,9 +30,14 @@ TILE_ELEMENTS = 1 << 21  # size limit of the largest intermediate of a tile
 BLOCK_ELEMENTS = 1 << 19  # of a block of whole rows, which is read several times
 
 
-def run(
-    problem: Problem, query: Tensor, key: Tensor, value: Tensor, seed: Tensor | None
-) -> tuple[Tensor, Tensor | None]:
+def run(problem: Problem, query: Tensor, key: Tensor, value: Tensor, seed: Tensor | None) -> tuple[Any, ...]:
+    if problem.max_logit:  # in a second pass over the tiles
+        from regard.engines import inspection  # uses this module
+
+        with torch.no_grad():
+            largest = inspection.statistics(problem, query.detach(), key.detach(), 0).max_logit
+        output, lse = run(replace(problem, max_logit=False), query, key, value, seed)
+        return output, lse, largest.masked_fill(lse.detach().isnan(), float("nan"))
     if not problem.softmax:
         from regard.engines import whole_rows  # uses this module
 

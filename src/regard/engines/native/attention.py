@@ -38,7 +38,7 @@ def pack_problem(x: LoweredTensors, fixed: LoweredConstants, quantized: Quantize
     key_scale = value_scale = None
     if quantized is not None:
         (key, key_scale), (value, value_scale) = ((part.data, part.scale) for part in quantized)
-    scale, softcap, temperature, dropout = fixed.numbers
+    scale, softcap, temperature, dropout, normalization, normalization_bias = fixed.numbers
     threshold, dropout_scale = threshold_and_scale(dropout)
     radius, wants, *strides = fixed.sizes
     mask = NO_MASK
@@ -58,7 +58,7 @@ def pack_problem(x: LoweredTensors, fixed: LoweredConstants, quantized: Quantize
         0 if fixed.offset is None else fixed.offset.data_ptr(), 0 if x.sink is None else data_address(x.sink),
         0 if fixed.seed is None else int(fixed.seed) & 0xFFFFFFFFFFFFFFFF,
         threshold, DTYPES[key.dtype], dropout_scale, *row_fields(x.weight), *tensor_fields(key_scale),
-        *tensor_fields(value_scale),
+        *tensor_fields(value_scale), int(normalization), 0, normalization_bias,
     )  # fmt: skip
 
 
@@ -77,19 +77,20 @@ def empty_results(query: Tensor, value: Tensor, sizes: Sequence[int]) -> tuple[T
 
 
 def forward(
-    x: LoweredTensors, fixed: LoweredConstants, quantized: Quantized | None = None
+    x: LoweredTensors, fixed: LoweredConstants, quantized: Quantized | None = None, max_logit: Tensor | None = None
 ) -> tuple[Tensor, Tensor, Tensor]:
+    """Return output, log-sum-exp and mass by distance; `max_logit` (B, H, Q) receives the largest logits."""
     output, lse, mass = empty_results(x.query, x.value, fixed.sizes)
     by_distance = row_fields(mass) if fixed.sizes[1] else ABSENT
     places = output.data_ptr(), *output.stride(), 1, lse.data_ptr(), *lse.stride(), 0, 1, *by_distance
-    call("regard_dot_forward", pack_problem(x, fixed, quantized), RESULT.pack(*places))
+    call("regard_dot_forward", pack_problem(x, fixed, quantized), RESULT.pack(*places, *tensor_fields(max_logit)))
     return output, lse, mass
 
 
 def forward_output(x: LoweredTensors, fixed: LoweredConstants) -> Tensor:
     """Compute the output alone: for a few tokens, allocating more takes longer than the kernel."""
     output = empty_output(x.query, x.value.shape[3])
-    places = output.data_ptr(), *output.stride(), 1, *ABSENT, *ABSENT
+    places = output.data_ptr(), *output.stride(), 1, *ABSENT, *ABSENT, *ABSENT
     call("regard_dot_forward", pack_problem(x, fixed), RESULT.pack(*places))
     return output
 

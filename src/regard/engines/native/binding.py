@@ -18,7 +18,7 @@ from regard.engines.mask_layout import TILE
 from regard.engines.tensor_memory import NoMemory, data_address
 from regard.engines.weight_formats import FORMATS, GROUP
 
-INTERFACE = 12  # version of the interface, in csrc/regard.h
+INTERFACE = 13  # version of the interface, in csrc/regard.h
 DTYPES = {torch.float32: 0, torch.float64: 1, torch.bfloat16: 2, torch.float16: 3, torch.int8: 4}
 NO_MASK, INTERVALS, TILES = 0, 1, 2  # kinds of a problem's mask
 CHECKPOINT = 512  # tokens between the checkpoints of a recurrence
@@ -35,6 +35,7 @@ _NUMBERS = {
     **{name.upper(): n for name, n in ACTIVATIONS.items()},
     "FLOAT32": 0, "FLOAT64": 1, "BFLOAT16": 2, "FLOAT16": 3, "NO_MEMORY": -1, "BAD_ARGUMENT": -2, "TOO_LARGE": -3,
     "NO_DATA": -4, "TILE": TILE, "NO_MASK": NO_MASK, "INTERVALS": INTERVALS, "TILES": TILES,
+    "SOFTMAX": 0, "SIGMOID": 1, "RELU_WEIGHTS": 2, "SQUARED_RELU_WEIGHTS": 3,
     "FEATURES": 0, "ELU": 1, "CHECKPOINT": CHECKPOINT, "GROUP": GROUP, "INT8": 4,
     **{f"PACKED_{name.upper()}": n for name, n in FORMATS.items()},
 }  # fmt: skip
@@ -99,9 +100,9 @@ PROBLEM = Structure(
     "dot",
     "B H G Q K D E dtype threads mask has_sink scale softcap temperature q k v intervals tiles diagonal row_table bias "
     "bias_dtype wants_value_table radius offset sink seed dropout_threshold kv_dtype dropout_scale weight "
-    "k_scale v_scale",
+    "k_scale v_scale normalization reserved normalization_bias",
 )
-RESULT = Structure("dot_result", "out lse out_table")
+RESULT = Structure("dot_result", "out lse out_table max_logit")
 GRADIENT = Structure(
     "dot_gradient",
     "out lse out_table d_out d_lse d_out_table d_q d_k d_v d_diagonal d_row_table d_bias delta d_weight",

@@ -13,7 +13,14 @@ from torch import Tensor
 from regard.engines import lowering, reference
 from regard.engines.derivatives import apply, outside_transforms
 from regard.engines.dropout import draw_seed
-from regard.engines.lowering import LoweredConstants, LoweredTensors, add_shaw_values, in_float32, lower
+from regard.engines.lowering import (
+    LoweredConstants,
+    LoweredTensors,
+    add_shaw_values,
+    in_float32,
+    lower,
+    lower_normalization,
+)
 from regard.engines.mask_layout import MaskLayout, find_mask_layout, layout_tensors, mask_layout
 from regard.engines.native.attention import Quantized, backward, forward, forward_output
 from regard.engines.native.binding import why_missing
@@ -39,24 +46,38 @@ assume_constant(why_missing)
 assume_constant(layout_tensors)
 
 
-def run(
-    problem: Problem, query: Tensor, key: Tensor, value: Tensor, seed: Tensor | None
-) -> tuple[Tensor, Tensor | None]:
+def run(problem: Problem, query: Tensor, key: Tensor, value: Tensor, seed: Tensor | None) -> tuple[Any, ...]:
     if (problem.grad or problem.tangent) and (wide := in_float32(problem)) is not None:
-        output, lse = run(wide, query.to(wide.dtype), key.to(wide.dtype), value.to(wide.dtype), seed)
-        return output.to(problem.dtype), lse
+        output, *others = run(wide, query.to(wide.dtype), key.to(wide.dtype), value.to(wide.dtype), seed)
+        return output.to(problem.dtype), *others
     if torch.compiler.is_compiling() or not problem.direct:
         return _run_operator(problem, query, key, value, seed)
+    if problem.max_logit:
+        return _run_with_max_logit(problem, query, key, value, seed)
     try:
         if problem.memo and seed is None:  # packed before, so plain; the plan belongs to this differentiation mode
             return _attend_packed(problem, query, key, value)
         plain = seed is None and problem.bias is None and problem.sink is None and isinstance(problem.score, Dot)
-        if plain and not (problem.tangent or problem.in_transform or problem.score.tensors()):
+        learned = problem.score.tensors() or problem.normalization.tensors()
+        if plain and not (problem.tangent or problem.in_transform or learned):
             return _attend_packed(problem, query, key, value)
         x, shaw, fixed = prepare(problem, query, key, value, seed)
         return _run_kernel(problem, x, shaw, fixed)
     except NoMemory:  # zeros without storage, or freed memory
         return _run_operator(replace(problem, direct=False), query, key, value, seed)
+
+
+def _run_with_max_logit(
+    problem: Problem, query: Tensor, key: Tensor, value: Tensor, seed: Tensor | None
+) -> tuple[Tensor, Tensor, Tensor]:
+    x, shaw, fixed = prepare(problem, query, key, value, seed)
+    x = LoweredTensors(*(None if tensor is None else materialize(tensor) for tensor in x))  # type: ignore[arg-type]
+    max_logit = query.new_empty(query.shape[:3], dtype=problem.compute_dtype)
+    if problem.grad:
+        output, lse, mass = apply(NativeOperator(fixed, max_logit), *x)
+    else:
+        output, lse, mass = forward(x, fixed, max_logit=max_logit)
+    return add_shaw_values(problem, shaw, output, mass), lse, max_logit
 
 
 def run_quantized(problem: Problem, query: Tensor, quantized: Quantized) -> tuple[Tensor, Tensor | None] | None:
@@ -144,7 +165,8 @@ def prepare(
             offset = torch.tensor(frame.offsets(), device="cpu").expand(frame.B).contiguous()
         radius, wants = shaw.reach, int(shaw.values is not None)
     softcap = problem.score.softcap if isinstance(problem.score, Dot) else None
-    numbers = (scale, softcap or 0.0, problem.temperature, problem.dropout)
+    kind, bias = lower_normalization(problem) or (0, 0.0)
+    numbers = (scale, softcap or 0.0, problem.temperature, problem.dropout, float(kind), bias)
     return x, shaw, LoweredConstants(layout, offset, seed, numbers, (radius, wants, *strides), problem)
 
 
@@ -191,11 +213,15 @@ def why_not(problem: Problem) -> list[str]:
             reasons.append(f"its kernels index up to {MAX_SIZE:,} along an axis, but {axis} is {n:,}")
     if not problem.direct and (problem.tangent or problem.in_transform):
         reasons.append("tangents and torch.func transforms of tensors that are not plain need torch's operators")
+    if problem.max_logit and (
+        torch.compiler.is_compiling() or problem.tangent or problem.in_transform or not problem.direct
+    ):
+        reasons.append("only a plain eager call of its kernels returns the largest logits")
     if problem.sharded:
         reasons.append("its operator has no rule for DTensor; pass the local shard, .to_local()")
     if problem.tangent and not problem.direct:
         reasons.append("its registered operator, which tensors that are not plain need, has no forward mode")
-    return reasons + lowering.why_not(problem)
+    return reasons + lowering.why_not(problem, elementwise=True)
 
 
 def why_avoid(problem: Problem) -> list[str]:
@@ -217,8 +243,8 @@ def peak_bytes(problem: Problem) -> int:
 
 def fallback(problem: Problem) -> list[str]:
     uses = ["tiled computes second derivatives"] if problem.grad else []
-    if problem.tangent and isinstance(problem.score, Additive):
-        uses.append("tiled computes tangents: the additive score has no forward-mode kernel")
+    if problem.tangent and (isinstance(problem.score, Additive) or not problem.softmax):
+        uses.append("tiled computes tangents: the forward-mode kernel takes products and a softmax")
     return uses
 
 

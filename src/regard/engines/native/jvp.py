@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor
@@ -21,11 +22,14 @@ from regard.engines.native.binding import ABSENT, RESULT, TANGENT, call, row_fie
 from regard.engines.tensor_memory import data_address, is_direct, materialize
 
 
+@dataclass(frozen=True, eq=False)
 class NativeOperator(LoweredOperator):
     """The kernel in eager mode, as an operator on `LoweredTensors`."""
 
+    max_logit: Tensor | None = None  # (B, H, Q): receives the largest logits
+
     def compute(self, tensors: Tensors) -> tuple[Tensor, ...]:
-        return forward(LoweredTensors(*tensors), self.fixed)
+        return forward(LoweredTensors(*tensors), self.fixed, max_logit=self.max_logit)
 
     def gradients(self, tensors: Tensors, results: Tensors, grads: Tensors, wanted: Sequence[bool]) -> Tensors:
         x, given = LoweredTensors(*tensors), (*grads, *(None,) * (3 - self.outputs))
@@ -36,7 +40,8 @@ class NativeOperator(LoweredOperator):
     def tangents(self, tensors: Tensors, tangents: Tensors) -> tuple[Tensor, ...]:
         x = LoweredTensors(*tensors)
         tangents = [None if t is None or t._is_zerotensor() else materialize(t) for t in tangents]
-        if x.weight is None and is_direct((*tensors, *tangents)):  # the additive score has no forward-mode kernel
+        has_kernel = x.weight is None and self.fixed.numbers[4] == 0  # of forward mode: products and softmax
+        if has_kernel and is_direct((*tensors, *tangents)):
             return jvp(x, self.fixed, tangents)
         return super().tangents(tensors, tangents)
 
@@ -55,6 +60,6 @@ def jvp(x: LoweredTensors, fixed: LoweredConstants, tangents: Tensors) -> tuple[
     )  # fmt: skip
     of_sink = (0, 0) if sink is None else (data_address(sink), 1)
     given = TANGENT.pack(*(n for place in places for n in place), *of_sink)
-    places = *tensor_fields(output), *tensor_fields(lse), *(row_fields(mass) if wants else ABSENT)
-    call("regard_dot_jvp", pack_problem(x, fixed), given, RESULT.pack(*places))
+    results = *tensor_fields(output), *tensor_fields(lse), *(row_fields(mass) if wants else ABSENT), *ABSENT
+    call("regard_dot_jvp", pack_problem(x, fixed), given, RESULT.pack(*results))
     return (output, lse, mass, d_output, d_lse, d_mass)[: 5 + wants]

@@ -59,7 +59,7 @@ class PackedCall(Operator):
         self._rows = frame.B, frame.H, frame.Q
         self._problem = _split_at_addresses(pack_problem(x, fixed), [PROBLEM.offsets[name] for name in "qkv"])
         output, lse = self._allocate(x.query)
-        result = RESULT.pack(*tensor_fields(output), *tensor_fields(lse), *ABSENT)
+        result = RESULT.pack(*tensor_fields(output), *tensor_fields(lse), *ABSENT, *ABSENT)
         self._result = _split_at_addresses(result, [RESULT.offsets[name] for name in ("out", "lse")])
         self._forward: Any = library().regard_dot_forward  # type: ignore[union-attr]
         self._backward: Any = library().regard_dot_backward  # type: ignore[union-attr]

@@ -81,7 +81,7 @@ NO_LAYOUT = Layout((), (), (0, 0))
 def pack(x: LoweredTensors, fixed: LoweredConstants, layout: Layout) -> Arguments:
     """Pack a lowered call."""
     (_, H, Q, D), (_, G, K, E) = x.query.shape, x.value.shape
-    scale, softcap, temperature, dropout = fixed.numbers
+    scale, softcap, temperature, dropout, *_ = fixed.numbers
     base = math.log2(math.e) / temperature
     threshold, kept_scale = threshold_and_scale(dropout)
     radius, _, *table_strides = fixed.sizes

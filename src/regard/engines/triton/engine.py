@@ -58,7 +58,7 @@ def prepare(
             offset = torch.tensor(problem.frame.offsets(), device=query.device).expand(problem.frame.B).contiguous()
         radius, wants = shaw.reach, int(shaw.values is not None)
     softcap = problem.score.softcap if isinstance(problem.score, Dot) else None
-    numbers = (scale, softcap or 0.0, problem.temperature, problem.dropout)
+    numbers = (scale, softcap or 0.0, problem.temperature, problem.dropout, 0.0, 0.0)
     return x, shaw, LoweredConstants(layout.rows, offset, seed, numbers, (radius, wants, *strides), problem), layout
 
 
@@ -71,6 +71,8 @@ def why_not(problem: Problem) -> list[str]:
     for axis, n in {"D": problem.D, "E": problem.E}.items():
         if n > MAX_WIDTH:
             reasons.append(f"its kernels support widths up to {MAX_WIDTH}, but {axis} is {n}")
+    if problem.max_logit:
+        reasons.append("its kernels do not return the largest logits")
     if not problem.E:
         reasons.append("the values have no columns")
     for axis, n in {"B": frame.B, "H": frame.H, "Q": frame.Q, "K": frame.K}.items():
