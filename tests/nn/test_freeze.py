@@ -269,6 +269,17 @@ def test_an_interrupted_freeze_packs_nothing(monkeypatch):
 
 
 @needs_kernels
+def test_a_weight_that_cannot_change_its_format_is_unpacked():
+    layer = nn.Linear(64, 90)  # 90 rows are padded to 96 or 128, which int8 allows and float32 may not
+    assert rg.nn.freeze(layer, weights="int8") == {}
+    rounded = layer.weight.clone()
+    left = rg.nn.freeze(layer, weights="float32")
+    assert isinstance(layer.weight, PackedWeight) == (not left)
+    assert not left or type(layer.weight) is nn.Parameter
+    assert torch.equal(layer.weight.clone(), rounded)
+
+
+@needs_kernels
 def test_shared_parameters_stay_shared():
     model = nn.Sequential(nn.Embedding(96, 64), nn.Linear(64, 64), nn.Linear(64, 96, bias=False))
     model[2].weight = model[0].weight

@@ -144,3 +144,13 @@ def test_a_gguf_file_replies(tmp_path: Path) -> None:
     assert predictor.form.tokenizer.decode(predictor.prompt(predictor.messages("ab"))) == "<|user|>ab<assistant>"
     (prediction,) = predictor.predict([Row("here", ("ab",))], BadRows())
     assert 0 < len(prediction.more["tokens"]) <= 5
+
+
+@pytest.mark.parametrize("kind", ["Q8_0", "Q4_0", "Q4_1"])
+def test_a_gguf_file_computes_in_float32(tmp_path: Path, kind: str) -> None:
+    theirs = write_gguf(tmp_path / "model.gguf", kind=kind).eval()
+    predictor = language(tmp_path / "model.gguf")
+    ids = torch.arange(3, 35)[None]
+    with torch.inference_mode():
+        actual, expected = predictor.model(ids), theirs(ids).logits
+    assert (actual - expected).abs().max() < 1e-5 * expected.abs().max()

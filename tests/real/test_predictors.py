@@ -32,6 +32,21 @@ def test_a_chat_is_that_of_transformers() -> None:
     assert "".join(predictor.pieces(predictor.prompt(messages))) == reply
 
 
+@smollm2.pytestmark
+@pytest.mark.parametrize("prompt", smollm2.PROMPTS)
+def test_texts_continue_as_in_transformers(prompt: str) -> None:
+    transformers = pytest.importorskip("transformers")
+    predictor = open_model(smollm2.FILES[0])
+    assert isinstance(predictor, LanguagePredictor)
+    predictor.configure(PredictOptions(max_new_tokens=24, chat=False))
+    words = transformers.AutoTokenizer.from_pretrained(smollm2.FOLDER)
+    theirs = transformers.AutoModelForCausalLM.from_pretrained(smollm2.FOLDER).eval()
+    ids = words(prompt, return_tensors="pt").input_ids
+    expected = theirs.generate(ids, attention_mask=torch.ones_like(ids), do_sample=False, max_new_tokens=24)
+    reply = words.decode(expected[0, ids.shape[1] :], skip_special_tokens=True)
+    assert "".join(predictor.pieces(predictor.prompt(prompt))) == reply
+
+
 @whisper.pytestmark
 def test_a_clip_becomes_subtitles(tmp_path: Path) -> None:
     predictor = open_model(whisper.WEIGHTS)

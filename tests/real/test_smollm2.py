@@ -22,7 +22,7 @@ PROMPTS = (
 
 @pytest.fixture(scope="module")
 def model() -> rg.models.LanguageModel:
-    return rg.load(FILES[0], frozen=True)  # type: ignore[return-value]
+    return rg.load(FILES[0], weights="float32")  # type: ignore[return-value]
 
 
 def test_weights_and_configuration_are_those_of_the_folder() -> None:

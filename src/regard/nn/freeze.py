@@ -67,6 +67,8 @@ def freeze(model: nn.Module, *, weights: str | None = None) -> dict[str, str]:
             plain = weight.unpack() if isinstance(weight, PackedWeight) else weight
             if reason := why_not(plain, wanted or "float32"):
                 unpacked[name] = reason
+                if plain is not weight:  # packed in another format than the wanted one
+                    _swap(name, weight, plain)
             else:
                 _swap(name, weight, PackedWeight.pack(plain, wanted or "float32"))
     except BaseException:  # an interrupted call packs nothing

@@ -46,7 +46,9 @@ class Checkpoint:
         self.name, self.path = name, path
         with as_user_errors(name), stage("loading the model"), warnings.catch_warnings():
             warnings.simplefilter("ignore", UserWarning)  # unused weights, such as a pooler, change no prediction
-            self.model: nn.Module = load(path, dtype=torch.float32, frozen=True)
+            # The stored blocks of a GGUF file would be packed as they are, and inputs rounded to 8 bits on some CPUs.
+            exact = {"weights": "float32"} if gguf.is_gguf(path) else {"frozen": True}
+            self.model: nn.Module = load(path, dtype=torch.float32, **exact)
         self.config: dict[str, Any] = self.model.__dict__.get("origin") or {}
 
     @cached_property

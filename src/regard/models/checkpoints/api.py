@@ -46,7 +46,8 @@ def load(
     frozen: pack the weights for inference with `regard.nn.freeze`; call it again to get the weights it did not pack.
     weights: also pack them, in this format: "float32", "bfloat16", "int8" or "int4". The model computes in float32.
         A model that was saved with rounded weights is loaded with them. Weights of GGUF files of the types Q8_0, Q4_0
-        and Q4_1 are packed as they are stored, with `frozen` or if `weights` is their format, int8 or int4.
+        and Q4_1 are packed as they are stored, with `frozen` or if `weights` is their format, int8 or int4; some CPUs
+        then also round the inputs of their products (docs/how-to/freeze.md), which `weights="float32"` avoids.
 
     >>> import regard as rg, tempfile
     >>> config = rg.models.LanguageConfig(vocabulary=100, d_model=32, layers=2, heads=4, d_hidden=64)
@@ -61,9 +62,9 @@ def load(
         dtype = torch.float32 if dtype is None else dtype
         if check_format(weights) and dtype != torch.float32:
             raise ValueError(f"a model with packed weights computes in float32, got dtype={dtype} and {weights=}")
-    packed = frozen or weights is not None
-    model = loading.load(folder, dtype=dtype, revision=revision, local_files_only=local_files_only, packed=packed)
-    if packed:
+    as_stored = frozen if weights is None else weights in ("int8", "int4")
+    model = loading.load(folder, dtype=dtype, revision=revision, local_files_only=local_files_only, packed=as_stored)
+    if frozen or weights is not None:
         freeze(model, weights=weights)
     return model
 
