@@ -114,7 +114,8 @@ def test_images_are_resized_as_the_settings_say(settings: dict, size: tuple, tmp
 
 
 @pytest.mark.parametrize("settings", [{"size": {"height": 10**9, "width": 2}}, {"image_std": 0}, {"image_mean": [1, 2]},
-                                      {"resample": "x"}, {"size": {"height": "x"}}])  # fmt: skip
+                                      {"resample": "x"}, {"size": {"height": "x"}}, {"rescale_factor": "x"},
+                                      {"rescale_factor": None}])  # fmt: skip
 def test_bad_settings_are_refused(settings: dict, tmp_path: Path) -> None:
     save_checkpoint(tmp_path, "vit-classifier", preprocessor_config=settings)
     with pytest.raises(UserError, match=r"preprocessor_config\.json"):

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import json
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -27,6 +29,37 @@ def predict(predictor: Predictor, *texts: str) -> list[Prediction]:
 def theirs(case: str, *ids: int, types: Any = None) -> Any:
     given = {} if types is None else {"token_type_ids": torch.tensor([types])}
     return their_model(case)(torch.tensor([ids]), **given)
+
+
+def piece(kind: str, name: str, type_id: int = 0) -> dict[str, Any]:
+    return {kind: {"id": name, "type_id": type_id}}
+
+
+def change_template(folder: Path, *single: dict[str, Any], pair: Sequence[dict[str, Any]] = ()) -> None:
+    """Replace the template of the tokenizer by one that the library's constructor refuses."""
+    file = folder / "tokenizer.json"
+    template = {"single": single, "pair": pair, "special_tokens": {}}
+    file.write_text(
+        json.dumps(json.loads(file.read_text()) | {"post_processor": {"type": "TemplateProcessing"} | template})
+    )
+
+
+def test_templates_of_other_models_are_refused(tmp_path: Path) -> None:
+    save_checkpoint(tmp_path, "bert-sequence")
+    for template, message in (
+        ([piece("Sequence", "A", 2)], "a token of type 2, but the model has 2 types"),
+        ([], "input 1: has no tokens"),
+        ([piece("SpecialToken", "[X]")], r"tokenizer\.json: special_tokens of the post-processor has no '\[X\]'"),
+    ):
+        change_template(tmp_path, *template)
+        with pytest.raises(UserError, match=message):
+            predict(open_model(tmp_path), "the cat")
+
+
+def test_a_context_without_tokens_is_refused(tmp_path: Path) -> None:
+    change_template(save_checkpoint(tmp_path, "bert-answer"), pair=[piece("Sequence", "A")])
+    with pytest.raises(UserError, match="the context has no tokens"):
+        predict(open_model(tmp_path), "where is the cat\tthe cat is on a mat")
 
 
 def test_texts_and_pairs_are_classified(tmp_path: Path) -> None:

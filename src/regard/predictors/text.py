@@ -53,6 +53,8 @@ class TextPredictor(Predictor):
             if len(encoding.ids) > self.longest:
                 size = len(encoding.ids)
                 bad.add(f"{row.place}: has {size} tokens, but the model takes at most {self.longest}; shorten it")
+            elif not encoding.ids:
+                bad.add(f"{row.place}: has no tokens; give at least one word")
             else:
                 encodings.append(encoding)
                 kept.append(n)
@@ -68,7 +70,13 @@ class TextPredictor(Predictor):
                 torch.tensor([value for n in chosen for value in getattr(encodings[n], name)])
                 for name in ("ids", "type_ids")
             )
-            segments = Packed(types, lengths) if self.model.config.segments > 1 else None
+            most = self.model.config.segments
+            if 0 in lengths or (most > 1 and int(types.max()) >= most):
+                problem = (
+                    "no tokens" if 0 in lengths else f"a token of type {types.max()}, but the model has {most} types"
+                )
+                raise UserError(f"{self.name}: the tokenizer gives a text {problem}")
+            segments = Packed(types, lengths) if most > 1 else None
             output = self.model(Packed(ids, lengths), segments=segments)
             parts = output.values.split(lengths) if isinstance(output, Packed) else output
             yield from zip(chosen, (part.float() for part in parts), strict=True)
@@ -307,7 +315,11 @@ class QuestionAnswerer(TextPredictor):
             first = self.tokenizer.encode(example.question, example.context)
         finally:
             self.tokenizer.no_truncation()
-        return [first, *first.overflowing]
+        windows = [first, *first.overflowing]
+        if not all(1 in window.sequence_ids for window in windows):
+            bad.add(f"{place}: the context has no tokens; give at least one word")
+            return None
+        return windows
 
     def _best(self, example: SquadExample, encodings: Sequence[Encoding]) -> Any:
         outputs, offsets, parts, chances = (

@@ -41,7 +41,9 @@ class ImagePreparation:
             check_value("resample", self.resample, int)
             if not 0 <= self.resample <= 5:
                 raise ValueError(f"resample must be 0 to 5, got {self.resample}")
-            self.scale = settings.get("rescale_factor", 1 / 255) if settings.get("do_rescale", True) else 1.0
+            scale = settings.get("rescale_factor", 1 / 255) if settings.get("do_rescale", True) else 1.0
+            check_value("rescale_factor", scale, float)
+            self.scale = float(scale)
             normalizes = settings.get("do_normalize", True)
             self.mean, self.std = (
                 torch.tensor(_channels(settings, name, default) if normalizes else [neutral] * 3)[:, None, None]

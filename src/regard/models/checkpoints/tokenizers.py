@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -52,6 +53,8 @@ def read_tokenizer(path: Path) -> Tokenizer:
         if isinstance(error, KeyboardInterrupt | SystemExit):
             raise
         raise ValueError(f"{path} is not a valid tokenizer: {printable(first_line(error))[:300]}") from None
+    if parsed.post_processor is not None:
+        _check_templates(path, json.loads(parsed.post_processor.__getstate__()))
     padding, truncation = parsed.padding or {}, parsed.truncation or {}
     for name in ("length", "pad_to_multiple_of"):
         if (padding.get(name) or 0) > LONGEST:
@@ -62,6 +65,17 @@ def read_tokenizer(path: Path) -> Tokenizer:
             f"{truncation['max_length']}"
         )
     return parsed
+
+
+def _check_templates(path: Path, processor: dict[str, Any]) -> None:
+    """Raise if a template has a special token that it does not define, at which the library panics."""
+    for each in processor.get("processors", ()):
+        _check_templates(path, each)
+    if processor["type"] == "TemplateProcessing":
+        pieces = [*processor["single"], *processor["pair"]]
+        used = {piece["SpecialToken"]["id"] for piece in pieces if "SpecialToken" in piece}
+        if unknown := sorted(used - processor["special_tokens"].keys()):
+            raise ValueError(f"{path}: special_tokens of the post-processor has no {short_repr(unknown[0])}")
 
 
 def _is_ctc_tokenizer(folder: Path) -> bool:
