@@ -34,6 +34,16 @@ def test_one_text_is_streamed_and_several_are_lines(llama: Path, regard: Command
     assert len(record["tokens"]) == 5
 
 
+def test_labels_do_not_replace_other_values_in_json(tmp_path: Path, regard: Command) -> None:
+    names = {"id2label": {str(n): name for n, name in enumerate(("input", "output", "score", "a", "b"))}}
+    save_checkpoint(tmp_path, "bert-sequence", config=names)
+    assert regard("predict", tmp_path, "the cat").code == 0
+    result = regard("predict", tmp_path, "the cat", "--json")
+    assert result.code == 1
+    assert "a label is 'input', the name of another value in JSON; omit --json" in result.err
+    assert not result.out
+
+
 def test_a_gguf_file_predicts_opens_in_the_viewer_and_is_evaluated(tmp_path: Path, regard: Command) -> None:
     path, page = tmp_path / "model.gguf", tmp_path / "page.html"
     write_gguf(path)

@@ -103,6 +103,10 @@ def _print_predictions(
             where = more["file"] = str(path)
         if as_json:
             record = {"input": prediction.input, "output": prediction.output, "score": prediction.score}
+            if taken := sorted(record.keys() & more.keys()):
+                raise UserError(
+                    f"{predictor.name}: a label is {taken[0]!r}, the name of another value in JSON; omit --json"
+                )
             print_json(record | more, indent=None)
         else:
             score = None if prediction.score is None else f"{prediction.score:.3f}"
