@@ -49,7 +49,7 @@ def smollm2_path() -> Path:
 @cache
 def smollm2() -> tuple[Any, Any]:
     path = OPTIONS.smollm2 or smollm2_path()
-    return rg.load(path, frozen=True), rg.models.tokenizer(path)
+    return rg.load(path, weights="float32"), rg.models.tokenizer(path)
 
 
 @cache

@@ -142,6 +142,20 @@ def test_a_token_is_replaced_by_id_or_text(language: rg.models.LanguageModel, re
         record.ablate(target_tokens={0: 7})
 
 
+def test_a_letter_that_names_a_byte_is_replaced_by_its_text(language: rg.models.LanguageModel) -> None:
+    from tokenizers import Tokenizer, decoders, models, pre_tokenizers
+
+    pieces = ["é", "Ã©", "Ġ", "a", "Ġa"]  # the names of byte E9, of the letter é, of a space, of a, and of " a"
+    tokenizer = Tokenizer(models.BPE({"Ã": 5, "©": 6} | {piece: n for n, piece in enumerate(pieces)}, [("Ã", "©")]))
+    tokenizer.pre_tokenizer, tokenizer.decoder = pre_tokenizers.ByteLevel(add_prefix_space=False), decoders.ByteLevel()
+    with capture(language) as record:
+        language(torch.tensor([[3, 2, 3]]))
+    changed = record.decode(tokenizer).ablate(tokens={1: "é"})
+    assert changed.streams["source"].tokens == ("a", "é", "a")
+    assert changed.call is not None
+    assert changed.call.ids("source").tolist() == [3, 1, 3]
+
+
 def test_the_target_of_a_translator_is_replaced_and_pairs_of_every_kind_are_changed() -> None:
     torch.manual_seed(0)
     model = rg.models.Transformer(PAIR).double().eval()

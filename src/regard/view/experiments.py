@@ -102,7 +102,9 @@ def token_id(record: Record, token: int | str) -> int:
     if record.tokenizer is None:
         raise ValueError("the record has no tokenizer; pass a token id, or call record.decode(tokenizer) first")
     tokenizer: Any = getattr(record.tokenizer, "backend_tokenizer", record.tokenizer)
-    if (known := tokenizer.token_to_id(token)) is not None:
+    known = tokenizer.token_to_id(token)
+    # the name of a byte-level token is not its text: "é" is the byte E9, half a letter
+    if known is not None and token_texts(tokenizer, [known])[0] == [token.replace("▁", " ")]:
         return known
     encoding = tokenizer.encode(token, add_special_tokens=False)
     ids = [id_ for id_, real in zip(encoding.ids, encoding.attention_mask, strict=True) if real]
