@@ -62,6 +62,12 @@ def look(text: str) -> Record:
     return capture_text(MODEL, tokenizer(), text)
 
 
+def capture_ids(ids: Tensor) -> Record:
+    with torch.no_grad(), capture(MODEL) as record:
+        MODEL(ids[None])
+    return record.decode(tokenizer())
+
+
 @pytest.fixture(scope="module")
 def base() -> Record:
     return look(TEXT)
@@ -140,6 +146,12 @@ def check_prediction(tab: Tab, ours: Record, theirs: Record | None, position: in
         assert all(is_rounded(one, column[index].item()) for one, column in zip(shown, columns, strict=True)), rows
     best = columns[0].topk(8).indices.tolist()
     assert [index for index, *_ in rows[:8]] == best
+
+
+def move_slider(tab: Tab, position: int) -> None:
+    tab.page.eval_on_selector(
+        ".prediction .slider", f"(one) => {{ one.value = {position}; one.dispatchEvent(new Event('input')) }}"
+    )
 
 
 def pick(tab: Tab, row: int, column: int, size: int, name: str = "left") -> None:
@@ -258,7 +270,16 @@ def test_other_heads_texts_and_models_side_by_side(live: Callable[[str], Tab], b
     tab.page.fill(".other-text", "the dog saw")
     tab.page.press(".other-text", "Tab")
     settle(tab)
-    check_map(tab, "right", look("the dog saw").weights(1, 2))
+    shorter = look("the dog saw")
+    check_map(tab, "right", shorter.weights(1, 2))
+    check_prediction(tab, base, shorter, -1)  # the last token of each
+    assert tab.page.inner_text(".slider-label") == "after 9: saw | 2: saw"
+    move_slider(tab, 1)
+    tab.page.wait_for_function("() => document.querySelector('.slider-label').textContent === 'after 1: cat | 1: dog'")
+    settle(tab)
+    check_prediction(tab, base, shorter, 1)
+    move_slider(tab, 9)
+    settle(tab)
     tab.page.click("[data-key=difference]")
     settle(tab)
     assert "different numbers of tokens" in tab.page.inner_text(".status")
@@ -300,9 +321,7 @@ def test_generation_with_beams_and_a_slider_over_its_steps(live: Callable[[str],
     chosen = beams[1]
     check_map(tab, "left", chosen.weights(1, 2))
     for step in (9, 11):
-        tab.page.eval_on_selector(
-            ".prediction .slider", f"(one) => {{ one.value = {step}; one.dispatchEvent(new Event('input')) }}"
-        )
+        move_slider(tab, step)
         label = f"after {step}: {chosen.streams['source'].tokens[step].strip()}"
         tab.page.wait_for_function("(text) => document.querySelector('.slider-label').textContent === text", arg=label)
         settle(tab)
@@ -334,6 +353,15 @@ def test_the_likely_tokens_of_a_note_are_readable() -> None:
     note = capture_text(rg.models.LanguageModel(config).eval(), names, "a").note.removeprefix("next: ")
     shown = [each.rpartition(" ")[0] for each in note.split(", ")]
     assert sorted(shown) == sorted(["a", "⏎", "\u2068\u05d0\u05d1\u2069", "\u2068\u202eb\u2069", "␣"])
+
+
+def test_a_note_names_special_tokens_and_small_probabilities() -> None:
+    names = tokenizers.Tokenizer(tokenizers.models.WordLevel({"a": 0, "b": 1, "c": 2}, unk_token="a"))
+    names.add_special_tokens(["<end>"])
+    config = rg.models.LanguageConfig(4, d_model=8, layers=1, heads=1, d_hidden=8)
+    model = rg.models.LanguageModel(config).eval()
+    model.logits = lambda x: torch.tensor([2.0, 1.0, -9.0, 3.0]).expand(*x.shape[:2], 4)  # type: ignore[assignment]
+    assert capture_text(model, names, "a").note == "next: <end> 67%, a 24%, b 9%, c <1%"
 
 
 def test_labels_above_a_map_fit_into_it(live: Callable[[str], Tab]) -> None:
@@ -370,6 +398,33 @@ def test_a_server_that_was_started_again_gets_the_text_again(
     tab.page.fill("textarea >> nth=0", "  ")
     assert tab.page.inner_text(".busy") == "Type a text to see its attention."
     tab.errors.clear()  # the browser reports refused and failed requests
+
+
+def test_a_beam_of_a_changed_model_is_compared_with_the_original_one(live: Callable[[str], Tab], base: Record) -> None:
+    tab = live(experiment({"temperature": [["", 2]], "edits": [["source", 1, "dog"]]}))
+    tab.page.fill(".generate input >> nth=0", "5")
+    tab.page.fill(".generate input >> nth=1", "3")
+    tab.page.click("[data-act=generate]")
+    tab.page.wait_for_function("() => document.querySelectorAll('.beam').length === 6")
+    beam = base.ablate(Change(temperature=2.0), tokens={1: "dog"}).generate(5, 3)[0]
+    assert beam.call is not None
+    ids = beam.call.ids("source")
+    original = capture_ids(ids)
+    for _ in range(5):  # each click opens a record; they never displace that of the text
+        tab.page.click(".beam >> nth=3")
+        tab.page.wait_for_selector("[data-act=back]")
+        settle(tab)
+        assert tab.texts(".chip span") == ["temperature 2.000, all layers"]  # the edit is a part of the beam
+        check_map(tab, "left", original.weights(1, 2))
+        check_map(tab, "right", beam.weights(1, 2))
+        check_prediction(tab, original, beam, len(ids) - 1)
+        tab.page.click("[data-act=back]")
+        tab.page.wait_for_selector("[data-act=back]", state="hidden")
+        settle(tab)
+        check_map(tab, "left", base.weights(1, 2))
+        assert len(tab.texts(".chip span")) == 2
+        tab.page.click("[data-act=generate]")
+        tab.page.wait_for_function("() => document.querySelectorAll('.beam').length === 6")
 
 
 def test_a_beam_is_left_again(live: Callable[[str], Tab], base: Record) -> None:

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from regard.files import require_file
 from regard.nn.generate import Beam
 from regard.view.capture import capture
-from regard.view.inputs import data_url
+from regard.view.inputs import data_url, token_texts
 from regard.view.record import Record
 from regard.view.token_labels import isolate, label
 
@@ -96,8 +96,9 @@ def capture_image(model: nn.Module, path: str | os.PathLike[str], *, mean: float
 
 def _best(logits: Tensor, tokenizer: Any, count: int = 5) -> str:
     chances, tokens = logits.float().softmax(-1).topk(min(count, logits.shape[-1]))
-    words = [isolate(label(tokenizer.decode([token]))) for token in tokens.tolist()]
-    return ", ".join(f"{word} {chance:.0%}" for word, chance in zip(words, chances.tolist(), strict=True))
+    words = [isolate(label(token_texts(tokenizer, [token])[0][0])) for token in tokens.tolist()]
+    shares = ["<1%" if chance < 0.005 else f"{chance:.0%}" for chance in chances.tolist()]
+    return ", ".join(f"{word} {share}" for word, share in zip(words, shares, strict=True))
 
 
 def _class(logits: Tensor) -> str:

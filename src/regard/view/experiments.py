@@ -191,6 +191,14 @@ def _run(record: Record, call: ModelCall, changes: tuple[Change, ...]) -> Record
     return changed
 
 
+def rerun(record: Record, changes: tuple[Change, ...]) -> Record:
+    """Run the captured call of a record again under other changes than its own."""
+    other = _run(record, require_call(record), changes)
+    _check_same(record, other)
+    other.note, other.prompt, other._tokens = record.note, record.prompt, record._tokens
+    return other if record.tokenizer is None else other.decode(record.tokenizer)
+
+
 def _check_same(record: Record, changed: Record) -> None:
     """Raise if running the call again computed other attentions than those of the record."""
     ours, theirs = (

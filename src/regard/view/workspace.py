@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import secrets
+import threading
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from typing import Any
@@ -10,6 +11,7 @@ from typing import Any
 from regard.view.captured_attention import Window
 from regard.view.changes import Change
 from regard.view.document import Document, document, summary
+from regard.view.experiments import rerun
 from regard.view.inputs import token_texts
 from regard.view.record import Record
 
@@ -34,11 +36,12 @@ class RequestError(Exception):
 
 @dataclass(frozen=True, eq=False)
 class HeldRecord:
-    """A record, its id, and the text that it belongs to."""
+    """A record, its id, the text that it belongs to, and the changes that are not of an experiment."""
 
     id: str
     text: str
     record: Record
+    original: tuple[Change, ...]
 
     def document(self) -> Document:
         """The document that a live page shows."""
@@ -56,22 +59,28 @@ class Workspace:
     def __init__(self) -> None:
         self.records: dict[str, HeldRecord] = {}  # of texts
         self.derived: dict[str, HeldRecord] = {}  # of experiments; they never displace a text
+        self.lock = threading.Lock()
 
-    def add(self, record: Record, text: str, *, derived: bool = False) -> HeldRecord:
-        """Hold a record under a new id; the oldest ones are dropped."""
-        held = HeldRecord(secrets.token_hex(8), text, record)
+    def add(
+        self, record: Record, text: str, *, derived: bool = False, original: tuple[Change, ...] | None = None
+    ) -> HeldRecord:
+        """Hold a record under a new id; those that were not used for the longest time are dropped."""
+        held = HeldRecord(secrets.token_hex(8), text, record, record.changes if original is None else original)
         records, most = (self.derived, MAX_DERIVED) if derived else (self.records, MAX_RECORDS)
-        records[held.id] = held
-        while len(records) > most:
-            del records[next(iter(records))]
+        with self.lock:
+            records[held.id] = held
+            while len(records) > most:
+                del records[next(iter(records))]
         return held
 
     def find(self, name: Any) -> HeldRecord:
         """Return the record with an id."""
-        held = (self.records.get(name) or self.derived.get(name)) if isinstance(name, str) else None
-        if held is None:
-            raise RequestError(410, "the server no longer holds this text; send it again")
-        return held
+        with self.lock:
+            for records in (self.records, self.derived):
+                if isinstance(name, str) and name in records:
+                    records[name] = held = records.pop(name)  # now the last one to be dropped
+                    return held
+        raise RequestError(410, "the server no longer holds this text; send it again")
 
     def answer(self, kind: str, body: Mapping[str, Any]) -> Any:
         """Answer a request with plain data. kind: one of `REQUESTS`."""
@@ -106,7 +115,7 @@ class Workspace:
         if set(tokens) - set(edits):
             raise RequestError(422, EXPERIMENT)
         changed = held.record.ablate(*changes, tokens=edits["source"], target_tokens=edits["target"])
-        return self.add(changed.precompute(), held.text, derived=True).summary()
+        return self.add(changed.precompute(), held.text, derived=True, original=held.original).summary()
 
     def why(self, body: Mapping[str, Any]) -> dict[str, Any]:
         """Return the steps that lead to one weight."""
@@ -117,7 +126,10 @@ class Workspace:
         return self.find(body.get("record")).record.explain_weight(name, head, query, key).to_json()
 
     def prediction(self, body: Mapping[str, Any]) -> dict[str, Any]:
-        """Return what a record predicts at a position, and `against`, another record, at the same position."""
+        """Return what a record predicts at a position, and `against`, another record, at the same one.
+
+        Without a position, each predicts at its last one.
+        """
         record = self.find(body.get("record")).record
         other = self.find(body["against"]).record if body.get("against") is not None else None
         output, theirs = record.output, None if other is None else other.output
@@ -127,23 +139,25 @@ class Workspace:
             same = theirs is not None and theirs.values.shape == output.values.shape
             similarity = output.similarity(theirs, record.row) if same and theirs is not None else None
             return {"kind": "vectors", "entries": [], "similarity": similarity}
-        position = output.last if body.get("position") is None else body["position"]
+        given = body.get("position")
         try:
-            position = _whole(position)
+            position = output.last if given is None else _whole(given)
         except TypeError:
             raise RequestError(422, "position must be a whole number") from None
         position = max(output.first, min(output.last, position)) if output.kind == "classes" else position
         ours = output.probabilities(position, record.row)
         chosen = [index for index, _ in output.top(position, record.row, TOP)]
-        against = None
+        against, place = None, None
         if other is not None and theirs is not None:
-            place = min(position, theirs.last) if output.kind == "classes" else position
+            place = theirs.last if given is None else position
+            place = min(place, theirs.last) if output.kind == "classes" else place
             if theirs.first <= place <= theirs.last and theirs.values.shape[-1] == output.values.shape[-1]:
                 against = theirs.probabilities(place, other.row)
                 extra = [index for index, _ in theirs.top(place, other.row, TOP)]
                 chosen += [index for index in extra if index not in chosen]
         return {
             "kind": output.kind, "position": position, "first": output.first, "last": output.last,
+            "against_position": None if against is None else place,
             "entries": [
                 {
                     "index": index, "text": label(record, index), "probability": float(ours[index]),
@@ -163,11 +177,11 @@ class Workspace:
         if not 1 <= count <= 64 or not 1 <= beams <= 8:
             raise RequestError(422, f"tokens must be 1 ... 64 and beams 1 ... 8, but are {count} and {beams}")
         generated = held.record.generate(count, beams)
-        kept = [self.add(record.precompute(), held.text, derived=True) for record in generated]
+        kept = [self.add(record.precompute(), held.text, derived=True, original=held.original) for record in generated]
         return {"beams": [{"record": each.id, "text": each.record.note, "score": each.record.score} for each in kept]}
 
     def open(self, body: Mapping[str, Any]) -> dict[str, Any]:
-        """Return the document of a record, or of another batch row of it."""
+        """Return the document of a record without changes of experiments, or of another batch row of it."""
         held = self.find(body.get("record"))
         record = held.record
         if body.get("row") is not None:
@@ -175,7 +189,10 @@ class Workspace:
                 record = record.select(_whole(body["row"]))
             except TypeError:
                 raise RequestError(422, "row must be a whole number") from None
-        return self.add(record.precompute(), held.text).document().json()
+        if record.changes != held.original:
+            record = rerun(record, held.original)
+        derived = held.id in self.derived
+        return self.add(record.precompute(), held.text, derived=derived).document().json()
 
 
 REQUESTS: dict[str, Callable[[Workspace, Mapping[str, Any]], Any]] = {

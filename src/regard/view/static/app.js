@@ -114,15 +114,20 @@ export function start(root, source, { language = "en", address = false, keys = r
 
     run: (text) => app.load((wanted) => app.source.run(text, wanted)),
     // Show another record that the host holds: {record, row}.
-    open: (request) => app.load((wanted) => app.source.open(request, wanted)),
+    async open(request) {
+      const opened = await app.load((wanted) => app.source.open(request, wanted));
+      if (opened) header.fill(app.source.about.text ?? "");
+      return opened;
+    },
 
+    // Whether the answer is shown.
     async load(answer) {
       const now = ++running;
       app.stale("busy");
       header.busy(app.t("text.busy"));
       try {
         await answer(() => now === running);
-        if (now !== running) return;
+        if (now !== running) return false;
         header.busy("");
         app.stale("");
         app.version++;
@@ -131,10 +136,13 @@ export function start(root, source, { language = "en", address = false, keys = r
         for (const view of Object.values(views)) view.forget?.();
         markLive();
         app.set({ text: app.source.about.text ?? "", position: null });
+        return true;
       } catch (error) {
-        if (now !== running) return;
-        app.stale("failed");
-        header.busy(app.t("text.failed", { reason: error.message }));
+        if (now === running && !app.recover(error)) {
+          app.stale("failed");
+          header.busy(app.t("text.failed", { reason: error.message }));
+        }
+        return false;
       }
     },
 

@@ -177,7 +177,8 @@ export function experimentView(app) {
     const tasks = [];
     if (predicts) {
       const stream = about.attentions.find(({ kind }) => kind === "decoder")?.keys ?? "source";
-      tasks.push(prediction.update(about.record, right?.record ?? null, titles, about, (n) => app.text(stream, n)));
+      const texts = [about, right?.about].map((each) => (n) => each?.streams[stream]?.tokens[n] ?? String(n));
+      tasks.push(prediction.update(about.record, right?.record ?? null, titles, about, texts));
     }
     const { cell } = state;
     if (cell && cell[0] < attention.Q && cell[1] < attention.K) {

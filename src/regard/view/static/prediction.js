@@ -10,14 +10,14 @@ export function createPrediction(app) {
   const counts = { tokens: el("input", { type: "number", min: 1, max: 64, value: 16 }), beams: el("input", { type: "number", min: 1, max: 8, value: 2 }) };
   const names = { tokens: el("span"), beams: el("span") };
   const start = el("button", { type: "button", class: "button", "data-act": "generate", on: { click: generate } });
-  const back = el("button", { type: "button", class: "button", "data-act": "back", on: { click: () => app.open({ record: origin }) } });
+  const back = el("button", { type: "button", class: "button", "data-act": "back", on: { click: leaveBeam } });
   const beams = el("div", { class: "beams" });
   const bar = el("div", { class: "generate" }, back, start, ...["tokens", "beams"].map((name) => el("label", { class: "picker" }, names[name], counts[name])));
   const element = el("section", { class: "prediction card" }, title, el("div", { class: "bar" }, slider, label), table, bar, beams);
   let shown = null; // {left, right, titles}
   let latest = 0;
   let generated = "";
-  let origin = null; // the record of the text, while a beam is shown
+  let origin = null; // the record of the text and its experiment, while a beam is shown
   slider.addEventListener("input", oncePerFrame(() => {
     const position = Number(slider.value);
     app.set({ position: position === Number(slider.max) ? null : position });
@@ -30,9 +30,16 @@ export function createPrediction(app) {
     return el("td", { class: "chance" }, fill, el("span", { text: number(value) }));
   }
 
-  function openBeam(record) {
-    if (!app.source.about.prompt) origin = app.source.about.record;
-    app.open({ record });
+  // The tokens of a beam contain those that were replaced before; the other changes are applied to it again.
+  async function openBeam(record) {
+    const { experiment } = app.state;
+    if (!app.source.about.prompt) origin = { record: app.source.about.record, experiment };
+    if (await app.open({ record })) app.set({ experiment: { ...experiment, edits: [] } });
+  }
+
+  async function leaveBeam() {
+    const { record, experiment } = origin;
+    if (await app.open({ record })) app.set({ experiment: { ...app.state.experiment, edits: experiment.edits } });
   }
 
   async function generate() {
@@ -64,8 +71,8 @@ export function createPrediction(app) {
 
   return {
     element,
-    // left, right: ids of records, right may be null; titles: their names; tokens(position): the input token there.
-    async update(left, right, titles, about, tokenText) {
+    // left, right: ids of records, right may be null; titles: their names; tokenTexts: of both, (position) -> input token.
+    async update(left, right, titles, about, tokenTexts) {
       const now = ++latest;
       const { t, state } = app;
       if (!shown || shown.left !== left || shown.right !== right) {
@@ -78,7 +85,7 @@ export function createPrediction(app) {
       if (!output) return;
       const first = Math.max(output.first, prompt ? prompt - 1 : 0);
       const position = state.position === null ? output.last : Math.min(output.last, Math.max(first, state.position));
-      const answer = await app.source.ask("prediction", { record: left, ...(right ? { against: right } : {}), position });
+      const answer = await app.source.ask("prediction", { record: left, ...(right ? { against: right } : {}), position: state.position === null ? null : position });
       if (now !== latest) return;
       title.textContent = t(output.kind === "vectors" ? "prediction.vectors" : output.kind === "classes" ? "prediction.classes" : generates ? "prediction.next" : "prediction.tokens");
       const many = output.kind !== "vectors" && output.last > first;
@@ -87,7 +94,10 @@ export function createPrediction(app) {
       slider.max = output.last;
       slider.value = position;
       slider.setAttribute("aria-label", t("position"));
-      label.textContent = t(generates ? "position.after" : "position.at", { position, token: short(tokenText(position), 24) });
+      const name = (n, texts) => ({ position: n, token: short(texts(n), 24) });
+      const [ours, theirs] = [name(position, tokenTexts[0]), name(answer.against_position ?? position, tokenTexts[1])];
+      const differs = Number.isInteger(answer.against_position) && (theirs.position !== ours.position || theirs.token !== ours.token);
+      label.textContent = t(generates ? "position.after" : "position.at", ours) + (differs ? ` | ${theirs.position}: ${theirs.token}` : "");
       slider.setAttribute("aria-valuetext", label.textContent);
       bar.hidden = !generates;
       back.hidden = !prompt || !origin;
