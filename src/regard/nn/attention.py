@@ -13,7 +13,7 @@ from regard.engines.packed_linear import project
 from regard.masks import Mask
 from regard.nn.cache import Cache, CrossCache, Stored, WindowCache
 from regard.nn.cached_attention import ignores_query_position, max_lookback, shift_to_cache
-from regard.nn.context import LayerContext, RelativePositions, check_not_in_context
+from regard.nn.context import LayerContext, RelativePositions, context_of_call
 from regard.nn.rotary import Rotary
 from regard.positions import Bias, dense_bias
 from regard.positions.biases import Shaw, is_built_in
@@ -138,16 +138,7 @@ class MultiHeadAttention(nn.Module):
             With a `CrossCache`, the source is projected in the first call only; a source passed again is compared
             with the first one, which takes time.
         """
-        if context is None:
-            context = LayerContext(mask, bias, positions)
-            if positions is not None and self.rotary is None:
-                raise ValueError(
-                    "positions are used by rotary embeddings only; construct this layer with `rotary=Rotary()`"
-                )
-        else:
-            check_not_in_context(mask=mask, bias=bias, positions=positions)
-            if current_sharding() is not None and not context.is_local:
-                raise ValueError("when sequences are sharded, a layer takes the local tokens and `context.to_local()`")
+        context = context_of_call(context, mask, bias, positions, rotates=self.rotary is not None)
         if self.rearranges_heads:
             check_width_free(context.bias)
         if cache is not None and current_sharding() is not None:

@@ -213,6 +213,30 @@ def check_not_in_context(**given: object) -> None:
         )
 
 
+def context_of_call(
+    context: LayerContext | None,
+    mask: Mask | Tensor | None,
+    bias: Bias | Tensor | None,
+    positions: Tensor | None,
+    *,
+    rotates: bool,
+) -> LayerContext:
+    """Return the context of a layer's call: the one given, or a new one of the other arguments, which exclude it.
+
+    rotates: whether the layer has rotary embeddings, the only use of `positions`.
+    """
+    if context is None:
+        if positions is not None and not rotates:
+            raise ValueError(
+                "positions are used by rotary embeddings only; construct this layer with `rotary=Rotary()`"
+            )
+        return LayerContext(mask, bias, positions)
+    check_not_in_context(mask=mask, bias=bias, positions=positions)
+    if current_sharding() is not None and not context.is_local:
+        raise ValueError("when sequences are sharded, a layer takes the local tokens and `context.to_local()`")
+    return context
+
+
 def check_mask(mask: Tensor, shape: Sequence[int] | None = None) -> None:
     """Raise unless `mask` is a (B, N) bool tensor; `shape` is the expected (B, N), if known."""
     if not isinstance(mask, Tensor) or mask.dtype != torch.bool or mask.dim() != 2:

@@ -11,9 +11,8 @@ from regard.masks import Mask
 from regard.nn.attention import MultiHeadAttention, linear
 from regard.nn.cache import Cache, CrossCache
 from regard.nn.cached_attention import max_lookback
-from regard.nn.context import LayerContext, check_not_in_context
+from regard.nn.context import LayerContext, context_of_call
 from regard.positions import Bias
-from regard.sharding import current_sharding
 
 
 class CrossLayerAttention(MultiHeadAttention):
@@ -78,9 +77,7 @@ class CrossLayerAttention(MultiHeadAttention):
                 "CrossLayerAttention attends to the keys and values of its owner: pass the `context` that the owner "
                 "was called with, and no source"
             )
-        check_not_in_context(mask=mask, bias=bias, positions=positions)
-        if current_sharding() is not None and not context.is_local:
-            raise ValueError("when sequences are sharded, a layer takes the local tokens and `context.to_local()`")
+        context = context_of_call(context, mask, bias, positions, rotates=self.rotary is not None)
         if isinstance(cache, CrossCache) or (cache is not None and cache.seen_tokens):
             raise ValueError("the cache of CrossLayerAttention must be an empty Cache; use the one of `cache()`")
         shared = context.take_shared(self._owner[0])

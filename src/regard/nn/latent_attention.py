@@ -15,7 +15,7 @@ from regard.masks import Mask
 from regard.nn.attention import check_registered, check_width_free, linear, with_scale
 from regard.nn.cache import Cache, WindowCache
 from regard.nn.cached_attention import max_lookback, shift_to_cache
-from regard.nn.context import LayerContext, check_not_in_context
+from regard.nn.context import LayerContext, context_of_call
 from regard.nn.rotary import Rotary
 from regard.positions import Bias
 from regard.quantized import QuantizedTensor, dequantize
@@ -111,16 +111,7 @@ class LatentAttention(nn.Module):
         context: replaces `mask`, `bias` and `positions` when several layers share them.
         cache: from `cache()`; the tokens of x follow the cached ones, as in `MultiHeadAttention`.
         """
-        if context is None:
-            context = LayerContext(mask, bias, positions)
-            if positions is not None and self.rotary is None:
-                raise ValueError(
-                    "positions are used by rotary embeddings only; construct this layer with `rotary=Rotary()`"
-                )
-        else:
-            check_not_in_context(mask=mask, bias=bias, positions=positions)
-            if current_sharding() is not None and not context.is_local:
-                raise ValueError("when sequences are sharded, a layer takes the local tokens and `context.to_local()`")
+        context = context_of_call(context, mask, bias, positions, rotates=self.rotary is not None)
         for name in ("query_position", "key_position", "relative"):
             if getattr(context, name) is not None:
                 raise ValueError(f"LatentAttention does not support the {name} of a context")
