@@ -42,7 +42,9 @@ def readable(tensor: Tensor) -> bool:
 
 
 def unwrap(tensor: Tensor) -> Tensor:
-    """Return the tensor inside the wrappers of torch.func's derivatives."""
+    """Return the tensor inside the wrappers of torch.func's derivatives; in a graph, the tensor itself."""
+    if torch.compiler.is_compiling():
+        return tensor
     while torch._C._functorch.is_gradtrackingtensor(tensor):
         tensor = torch._C._functorch.get_unwrapped(tensor)
     return tensor
