@@ -76,6 +76,11 @@ def steps(title: str) -> list[tuple[str, str]]:
     return [(path, name) for path, name in references(section) if re.search(r"\.py .*\b[a-z_]+$", f"{path} {name}")]
 
 
+def untaken(title: str, run: Callable[[], Any]) -> list[tuple[str, str]]:
+    """Return the steps of a section that `run` does not take."""
+    return sorted(set(steps(title)) - called(run))
+
+
 def attend() -> None:
     q, k, v = torch.randn(3, 1, 2, 70, 8)
     rg.attention(q, k, v, mask=rg.causal())
@@ -92,7 +97,7 @@ def attend() -> None:
 
 def test_a_call_of_attention_takes_the_steps_of_its_walk() -> None:
     rg.clear_cache()
-    assert not set(steps("One call of `rg.attention`")) - called(attend)
+    assert untaken("One call of `rg.attention`", attend) == []
 
 
 def test_a_training_takes_the_steps_of_its_walk(regard: Any, tmp_path: Path) -> None:
@@ -100,8 +105,7 @@ def test_a_training_takes_the_steps_of_its_walk(regard: Any, tmp_path: Path) -> 
     (tmp_path / "reviews.csv").write_text("text,label\n" + "\n".join(rows))
     words = "--held-out 20 --d-model 8 --layers 1 --heads 1 --vocabulary 100 --steps 3 --warmup 1 --tokens 64"
     options = ["--data", tmp_path / "reviews.csv", "--out", tmp_path / "run", "--evaluate-every", 2, "--save-every", 2]
-    taken = called(lambda: regard("train", "classify", *options, *words.split()))
-    assert not set(steps("One `regard train`")) - taken
+    assert untaken("One `regard train`", lambda: regard("train", "classify", *options, *words.split())) == []
 
 
 def test_a_model_of_transformers_takes_the_steps_of_its_walk() -> None:
@@ -121,7 +125,7 @@ def test_a_model_of_transformers_takes_the_steps_of_its_walk() -> None:
 
         coverage(model, input_ids=ids)
 
-    assert not set(steps('One `attn_implementation="regard"`')) - called(run)
+    assert untaken('One `attn_implementation="regard"`', run) == []
 
 
 def test_a_capture_takes_the_steps_of_its_walk(tmp_path: Path) -> None:
@@ -141,4 +145,4 @@ def test_a_capture_takes_the_steps_of_its_walk(tmp_path: Path) -> None:
         q, k = torch.randn(2, 1, 1, 3, 8, dtype=torch.float64)
         rg.Attention(score=lambda score, b, h, i, j: score.tanh()).weights(q, k)
 
-    assert not set(steps("One `capture`")) - called(run)
+    assert untaken("One `capture`", run) == []
