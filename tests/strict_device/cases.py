@@ -95,7 +95,7 @@ DESCRIPTIONS: dict[str, Callable[[Callable[[Tensor], Tensor]], dict[str, Any]]] 
     "shaw": lambda move: {"bias": rg.shaw(move(draw(9, 8, seed=7)), move(draw(9, 8, seed=8)))},
     "softcap and sink": lambda move: {"score": rg.Dot(softcap=2.0), "sink": move(draw(H, seed=7))},
     "cosine": lambda move: {"score": rg.Cosine(scale=move(draw(H, seed=7))), "sink": 0.5},
-    "bilinear": lambda move: {"score": rg.Bilinear(move(draw(8, 8, seed=7)))},
+    "bilinear": lambda move: {"score": rg.Bilinear(move(draw(8, 8, seed=7) / 8**0.5))},
     "additive": lambda move: {"score": rg.Additive(move(draw(8, seed=7)))},
     "modifier": lambda move: {"score": lambda s, b, h, p, j: s - 0.1 * (p - j).abs()},
     "dropout": lambda move: {"dropout": 0.3},

@@ -43,7 +43,7 @@ def on_device(target: Target, device: torch.device) -> Target:
     >>> from regard.check import target
     >>> from regard.check.targets.devices import on_device
     >>> on_device(target("regard-reference"), torch.device("cpu")).name
-    'regard-reference'
+    'reference'
     """
     if device.type == "cpu":
         return target
