@@ -239,6 +239,44 @@ def test_the_hull_is_that_of_the_visible_values(page: Any) -> None:
     assert box
 
 
+def test_the_keyboard_keeps_its_place(page: Any) -> None:
+    for selector in ('[data-query="2"]', '[data-cell="1,0"]', '[data-mask="window"]', "#lang"):
+        page.focus(selector)
+        page.keyboard.press("Enter")
+        assert page.evaluate("(selector) => document.activeElement.matches(selector)", selector), selector
+    assert page.get_attribute('[data-query="2"]', "aria-pressed") == "true"
+    assert page.get_attribute('[data-query="0"]', "aria-pressed") == "false"
+
+
+@pytest.mark.parametrize("change", ["number", "temperature", "count", "cell", "mask"])
+def test_an_example_can_be_chosen_again_after_a_change(page: Any, change: str) -> None:
+    before = page.inner_html("main")
+    {
+        "number": lambda: page.fill('[data-field="0,0"]', "9"),
+        "temperature": lambda: page.fill("#temperature", "0"),
+        "count": lambda: page.select_option("#count", "2"),
+        "cell": lambda: page.click('[data-cell="0,1"]'),
+        "mask": lambda: page.click('[data-mask="causal"]'),
+    }[change]()
+    assert page.input_value("#example") == ""
+    assert page.locator("#example option:checked").inner_text() == "Your numbers"
+    page.select_option("#example", "first")
+    assert page.inner_html("main") == before
+
+
+def test_the_jacobian_of_a_saturated_softmax_is_pale(page: Any) -> None:
+    def opacity() -> float:
+        return page.evaluate(
+            "Math.max(...[...document.querySelectorAll('#jacobian td')].map((cell) => "
+            "Number(cell.style.backgroundColor.match(/([\\d.e-]+)\\)$/)[1])))"
+        )
+
+    page.select_option("#example", "equal")
+    assert opacity() > 0.4
+    page.select_option("#example", "saturated")
+    assert opacity() < 0.01
+
+
 def test_it_is_one_page_written_by_the_command(tmp_path: Path, regard: Command) -> None:
     assert regard("lab", "--calculator", "-o", tmp_path / "calculator.html").code == 0
     text = (tmp_path / "calculator.html").read_text("utf-8")

@@ -7,7 +7,7 @@ const EXAMPLES = {
   saturated: [[30, 0, 30, 0, 1, 0], [0, 30, 0, 30, 0, 1], [-30, 0, -30, 0, -1, 0]],
   textbook: [[3, 0, 1, 0, 1, 0], [1, 0, -1, 0, 0, 1]],
 };
-const state = { lang: "en", tokens: [], mask: [], temperature: 1, chosen: 0, component: 0, wrong: new Map() };
+const state = { lang: "en", tokens: [], mask: [], temperature: 1, chosen: 0, component: 0, example: "first", wrong: new Map() };
 const $ = (id) => document.getElementById(id);
 
 function say(key, values = {}) {
@@ -113,7 +113,7 @@ function el(name, props = {}, ...children) {
 const indices = () => state.tokens.map((_, n) => n);
 
 function matrix(id, rows, heads, names, options = {}) {
-  const largest = Math.max(...rows.flat().map(Math.abs).filter(Number.isFinite), 1e-300);
+  const largest = options.largest ?? Math.max(...rows.flat().map(Math.abs).filter(Number.isFinite), 1e-300);
   $(id).replaceChildren(
     el("table", {}, el("tr", {}, el("th"), heads.map((head) => el("th", { scope: "col" }, head))),
       rows.map((row, i) => el("tr", { class: options.chosen === i ? "chosen" : "" }, el("th", { scope: "row" }, names[i]),
@@ -122,7 +122,7 @@ function matrix(id, rows, heads, names, options = {}) {
 }
 
 function chooser(i) {
-  return el("button", { type: "button", "aria-label": say("choose", { n: i + 1 }), on: { click: () => { state.chosen = i; render(); } } }, `${say("query")} ${i + 1}`);
+  return el("button", { type: "button", "aria-label": say("choose", { n: i + 1 }), "aria-pressed": i === state.chosen, "data-query": i, on: { click: () => { state.chosen = i; renderAt(`[data-query="${i}"]`); } } }, `${say("query")} ${i + 1}`);
 }
 
 function drawInputs() {
@@ -146,7 +146,7 @@ function drawMask() {
       indices().map((i) => el("tr", { class: i === state.chosen ? "chosen" : "" }, el("th", { scope: "row" }, chooser(i)),
         indices().map((j) => el("td", { class: "cell" }, el("button", {
           type: "button", "aria-pressed": state.mask[i][j], "data-cell": `${i},${j}`, "aria-label": say("cell", { i: i + 1, j: j + 1 }),
-          on: { click: () => { state.mask[i][j] = !state.mask[i][j]; render(); $("mask").querySelector(`[data-cell="${i},${j}"]`).focus(); } },
+          on: { click: () => { state.mask[i][j] = !state.mask[i][j]; leaveExample(); renderAt(`[data-cell="${i},${j}"]`); } },
         }, state.mask[i][j] ? "█" : "·")))))),
   );
 }
@@ -157,7 +157,7 @@ function drawHull(results) {
   const span = Math.max(...sides.map(([low, high]) => high - low)) || 1;
   const at = (p) => p.map((x, d) => { const middle = (sides[d][0] + sides[d][1]) / 2; return 200 + (d ? -1 : 1) * ((x - middle) / span) * 300; });
   const weights = results.weights[state.chosen], seen = values.filter((_, j) => state.mask[state.chosen][j]);
-  const text = (p, words) => { const [x, y] = at(p); return el("text", { x: x + 9, y: y - 7 }, words); };
+  const text = (p, words, below = -7) => { const [x, y] = at(p); return el("text", { x: x + 9, y: y + below }, words); };
   const point = (p, radius, kind, words) => { const [x, y] = at(p); return el("circle", { cx: x, cy: y, r: radius, class: kind }, el("title", {}, words)); };
   $("hull").replaceChildren(
     el("svg", { viewBox: "0 0 400 400", role: "img", "aria-label": say("hull") },
@@ -165,7 +165,7 @@ function drawHull(results) {
       values.map((p, j) => point(p, 3 + 14 * Math.sqrt(weights[j]), state.mask[state.chosen][j] ? "value" : "unseen", `v${j + 1} (${p.map(show).join(", ")})`)),
       values.map((p, j) => text(p, `v${j + 1}`)),
       results.outputs.map((p, i) => point(p, i === state.chosen ? 6 : 3, i === state.chosen ? "out chosen" : "out", `o${i + 1} (${p.map(show).join(", ")})`)),
-      text(results.outputs[state.chosen], `o${state.chosen + 1}`)),
+      text(results.outputs[state.chosen], `o${state.chosen + 1}`, 16)),
   );
 }
 
@@ -176,7 +176,7 @@ function drawResults() {
   matrix("logits", results.logits, keys, names, chosen);
   matrix("weights", results.weights.map((row) => [...row, row.reduce((a, b) => a + b, 0)]), [...keys, say("sum")], names, chosen);
   matrix("outputs", results.outputs, ["o1", "o2"], names, chosen);
-  matrix("jacobian", results.jacobian, keys.map((key) => `∂ ${key}`), indices().map((j) => `w${n},${j + 1}`));
+  matrix("jacobian", results.jacobian, keys.map((key) => `∂ ${key}`), indices().map((j) => `w${n},${j + 1}`), { largest: 0.25 }); // no entry is larger
   matrix("gradient", indices().map((j) => [gradient.logits[j], ...gradient.keys[j], ...[0, 1].map((e) => (e === state.component ? gradient.values[j] : 0)), ...(j === state.chosen ? gradient.query : [0, 0])]),
     [`∂ l${n},j`, "∂ k1", "∂ k2", "∂ v1", "∂ v2", "∂ q1", "∂ q2"], indices().map((j) => `${say("token")} ${j + 1}`));
   drawHull(results);
@@ -188,6 +188,7 @@ function enter(key, input, lowest, highest, accept) {
   const number = parse(input.value, lowest, highest), wrong = Number.isNaN(number);
   if (wrong) state.wrong.set(key, input.value);
   else { state.wrong.delete(key); accept(number); }
+  leaveExample();
   input.setAttribute("aria-invalid", wrong);
   drawMessage();
   drawResults();
@@ -203,12 +204,25 @@ function drawMessage() {
   $("message").textContent = parts.join(" ");
 }
 
+// The numbers are no longer those of an example, which can therefore be chosen again.
+function leaveExample() {
+  state.example = "";
+  drawExamples();
+}
+
+function drawExamples() {
+  const names = [...Object.keys(EXAMPLES), ...(state.example ? [] : [""])];
+  $("example").replaceChildren(...names.map((name) => el("option", { value: name }, say(`example.${name || "own"}`))));
+  $("example").value = state.example;
+}
+
 function resize(count) {
   while (state.tokens.length < count) state.tokens.push([0, 0, 0, 0, 0, 0]);
   state.tokens.length = count;
   state.mask = indices().map((i) => indices().map((j) => state.mask[i]?.[j] ?? true));
   state.chosen = Math.min(state.chosen, count - 1);
   for (const key of [...state.wrong.keys()]) if (key !== "temperature" && Number(key.split(",")[0]) >= count) state.wrong.delete(key);
+  state.example = "";
   render();
 }
 
@@ -219,10 +233,9 @@ function render() {
   $("lang").textContent = state.lang === "en" ? "中文 (Chinese)" : "English";
   $("count").replaceChildren(...Array.from({ length: MOST }, (_, n) => el("option", { value: n + 1 }, String(n + 1))));
   $("count").value = state.tokens.length;
-  const example = $("example").value || "first";
-  $("example").replaceChildren(...Object.keys(EXAMPLES).map((name) => el("option", { value: name }, say(`example.${name}`))));
-  $("example").value = example;
+  drawExamples();
   $("temperature").value = state.wrong.get("temperature") ?? String(state.temperature);
+  $("temperature").setAttribute("aria-invalid", state.wrong.has("temperature"));
   $("component").value = state.component;
   drawInputs();
   drawMask();
@@ -230,7 +243,14 @@ function render() {
   drawResults();
 }
 
+// Draw all again, and keep the focus on a control that is drawn anew.
+function renderAt(selector) {
+  render();
+  document.querySelector(selector).focus();
+}
+
 function load(name) {
+  state.example = name;
   state.tokens = EXAMPLES[name].map((token) => [...token]);
   state.mask = indices().map(() => indices().map(() => true));
   state.temperature = 1;
@@ -245,13 +265,13 @@ function start() {
   state.lang = location.hash === "#zh" ? "zh" : "en";
   $("lang").addEventListener("click", () => { state.lang = state.lang === "en" ? "zh" : "en"; history.replaceState(null, "", `#${state.lang}`); render(); });
   $("count").addEventListener("change", (event) => resize(Number(event.target.value)));
-  $("example").addEventListener("change", (event) => load(event.target.value));
+  $("example").addEventListener("change", (event) => { if (event.target.value) load(event.target.value); });
   $("component").addEventListener("change", (event) => { state.component = Number(event.target.value); drawResults(); });
   $("temperature").addEventListener("input", (event) => {
     enter("temperature", event.target, COLDEST, LARGEST, (number) => { state.temperature = number; });
   });
   for (const button of document.querySelectorAll("[data-mask]")) {
-    button.addEventListener("click", () => { state.mask = indices().map((i) => indices().map((j) => MASKS[button.dataset.mask](i, j))); render(); });
+    button.addEventListener("click", () => { state.mask = indices().map((i) => indices().map((j) => MASKS[button.dataset.mask](i, j))); state.example = ""; render(); });
   }
   load("first");
 }
