@@ -9,6 +9,7 @@ from xml.etree import ElementTree
 import pytest
 
 from regard.lab import CLAIMS, ITEMS, QUICK, THEMES, Result, Verdict, measure
+from regard.lab.criteria import Criterion, at_least, at_most, between
 from regard.lab.draw import _style, label_picker
 
 THEORY = [
@@ -81,6 +82,30 @@ def test_findings_are_drawn(name: str, results: dict[str, Result]) -> None:
     with matplotlib.rc_context(_style("#222222", "en")):
         results[name].claim.draw(figure, results[name].findings, label_picker("en"))
     assert all(axis.has_data() for axis in figure.axes)
+
+
+@pytest.mark.parametrize(
+    ("criterion", "numbers", "closest", "measured"),
+    [
+        (at_least("x", 0.9, "x", "数"), (0.95, 0.99), 0.95, "0.95 (least of 2 repetitions)"),
+        (at_least("x", 0.9, "x", "数"), (0.1, 0.3), 0.3, "0.3 (greatest of 2 repetitions)"),
+        (at_least("x", 0.9, "x", "数"), (0.1, 0.99), 0.1, "0.1 (least of 2 repetitions)"),
+        (at_most("x", 0.1, "x", "数"), (0.01, 0.05), 0.05, "0.05 (greatest of 2 repetitions)"),
+        (at_most("x", 0.1, "x", "数"), (0.2, 0.7), 0.2, "0.2 (least of 2 repetitions)"),
+        (between("x", 1, 2, "x", "数"), (1.2, 1.9), 1.9, "1.2 to 1.9 (2 repetitions)"),
+    ],
+)
+def test_the_printed_number_is_the_one_closest_to_another_verdict(
+    criterion: Criterion, numbers: tuple[float, float], closest: float, measured: str
+) -> None:
+    judgement = criterion.judge([{"x": number} for number in numbers])
+    assert judgement.closest == closest
+    assert f": {measured}; required" in judgement.render("en")
+
+
+def test_what_a_finding_says_of_every_repetition_is_true_of_every_repetition() -> None:
+    sentence = Result(CLAIMS["information"], [{"kept": 1e-9}, {"kept": 0.02}], 0, 0.0).sentence("en")
+    assert "differ by at most 2e-02" in sentence
 
 
 @pytest.mark.parametrize("name", ["variance", "equivariance", "masks", "memory-length", "example-weights"])

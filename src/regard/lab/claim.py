@@ -119,11 +119,11 @@ class Result:
         return decide(self.judgements)
 
     def sentence(self, language: str) -> str:
-        """Return the finding, with the mean or the worst number of the repetitions where a criterion says which."""
+        """Return the finding, with the mean of the repetitions or the number that is closest to another verdict."""
         numbers = dict(self.findings)
         for each in self.judgements:
             if each.criterion.rule != "interval" and each.middle == each.middle:
-                numbers[each.criterion.key] = each.middle if each.criterion.rule == "mean" else each.worst
+                numbers[each.criterion.key] = each.middle if each.criterion.rule == "mean" else each.closest
         return self.claim.finding.render(language, numbers)
 
     def as_json(self, language: str = "en") -> dict[str, Any]:

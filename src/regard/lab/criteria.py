@@ -113,10 +113,12 @@ class Judgement:
     repetitions: int
 
     @property
-    def worst(self) -> float:
-        """The end that is farther from the middle of the required interval."""
-        below, above = self.criterion.low - self.low, self.high - self.criterion.high
-        return self.low if below > above or math.isinf(self.criterion.high) else self.high
+    def closest(self) -> float:
+        """The number that comes closest to another outcome: the worst one, or the best one of a failed criterion."""
+        low, high = self.criterion.low, self.criterion.high
+        if self.outcome is Outcome.FAILED and (self.high < low or self.low > high):
+            return self.high if self.high < low else self.low
+        return self.low if low - self.low > self.high - high or math.isinf(high) else self.high
 
     def render(self, language: str) -> str:
         """Return the criterion, what was measured, in how many repetitions, and what is required."""
@@ -125,20 +127,22 @@ class Judgement:
             return Text(f"{says}: not finite; required: {required}", f"{says}：非有限数；要求{required}").render(
                 language
             )
-        low, middle, high, worst = (number(x) for x in (self.low, self.middle, self.high, self.worst))
+        low, middle, high, closest = (number(x) for x in (self.low, self.middle, self.high, self.closest))
         count = self.repetitions
         if self.criterion.rule == "interval":
             measured = Text(f"{middle} (99%: {low} to {high})", f"{middle}（99% 区间：{low} 至 {high}）")
         elif count == 1:
-            measured = Text(worst, worst)
+            measured = Text(closest, closest)
         elif self.criterion.rule == "mean":
             measured = Text(
                 f"{middle} (99%: {low} to {high}; {count} repetitions)",
                 f"{middle}（99% 区间：{low} 至 {high}；重复 {count} 次）",
             )
         elif math.isinf(self.criterion.low) or math.isinf(self.criterion.high):
-            side = ("最小", "least") if math.isinf(self.criterion.high) else ("最大", "greatest")
-            measured = Text(f"{worst} ({side[1]} of {count} repetitions)", f"{worst}（{count} 次重复中{side[0]}者）")
+            side = Text("least", "最小") if self.closest == self.low else Text("greatest", "最大")
+            measured = Text(
+                f"{closest} ({side.en} of {count} repetitions)", f"{closest}（{count} 次重复中{side.zh}者）"
+            )
         else:
             measured = Text(f"{low} to {high} ({count} repetitions)", f"{low} 至 {high}（重复 {count} 次）")
         return Text(f"{says}: {measured.en}; required: {required}", f"{says}：{measured.zh}；要求{required}").render(

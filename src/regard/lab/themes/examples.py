@@ -214,7 +214,7 @@ CLAIMS = (
             at_most("worst square", 1e-8, "relative error of the best W, W_Q square", "最优 W 的相对误差，W_Q 为方阵"),
             at_most("worst narrow", 1e-8, "relative error of the best W, W_Q narrower than the input", "最优 W 的相对误差，W_Q 比输入窄", part=True),
         ),
-        Text("For a square W_Q there is a W that gives the keys and values of any layer, to {worst square:.0e}. For a W_Q from 32 to 8 numbers the best W leaves an error of {worst narrow:.0%}. Keys and values are computed from the input itself.", "W_Q 为方阵时，总有一个 W 能给出任意一层的键与值（误差 {worst square:.0e}）。W_Q 由 32 维降到 8 维时，最优的 W 仍有 {worst narrow:.0%} 的误差。键与值应由输入本身算得。"),
+        Text("For a square W_Q there is a W that gives the keys and values of any layer, to {worst square:.0e}. For a W_Q from 32 to 8 numbers the best W leaves an error of at least {worst narrow:.0%}. Keys and values are computed from the input itself.", "W_Q 为方阵时，总有一个 W 能给出任意一层的键与值（误差 {worst square:.0e}）。W_Q 由 32 维降到 8 维时，最优的 W 仍有至少 {worst narrow:.0%} 的误差。键与值应由输入本身算得。"),
         draw_projected_query,
         Text("How well keys and values of a layer can be computed from its queries.", "由一层的查询能在多大程度上算得它的键与值。"),
     ),

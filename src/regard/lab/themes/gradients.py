@@ -177,7 +177,7 @@ CLAIMS = (
             at_least("kept flat", 0.5, "median gradient at 1,024 keys over that at 16, scores of variance 1", "1024 个与 16 个键时梯度中位数之比，得分方差为 1"),
             at_least("last", 1e-6, "median gradient at 1,024 keys, scores six times larger", "1024 个键时梯度的中位数，得分大六倍"),
         ),
-        Text("From 16 to 1,024 keys the median gradient of a value falls to {kept flat:.3f} of itself, like n^{power flat:.2f}. With peaked weights it is at most {last:.0e}.", "键由 16 个增至 1024 个，值的梯度的中位数降到原来的 {kept flat:.3f}，按 n^{power flat:.2f} 变化。权重集中时至多只有 {last:.0e}。"),
+        Text("From 16 to 1,024 keys the median gradient of a value falls to at most {kept flat:.3f} of itself, like n^{power flat:.2f}. With peaked weights it is at most {last:.0e}.", "键由 16 个增至 1024 个，值的梯度的中位数至多剩下原来的 {kept flat:.3f}，按 n^{power flat:.2f} 变化。权重集中时至多只有 {last:.0e}。"),
         draw_gradient_dilution,
         Text("The median over all keys of the gradient of one output by a value, against the number of keys.", "一个输出对值的梯度（对所有键取中位数）随键数的变化。"),
     ),

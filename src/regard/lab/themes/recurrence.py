@@ -127,7 +127,7 @@ CLAIMS = (
             at_least("above", 1, "mean norm of a step at a spectral radius of 0.8", "谱半径为 0.8 时各步范数的平均"),
             at_least("over", 1, "norm of the product after all steps", "走完所有步后乘积的范数"),
         ),
-        Text("The steps have norms of {above:.2f} on average, but the product falls to {over:.0e}: what decides is the spectral radius, 0.8.", "各步的范数平均为 {above:.2f}，而乘积降到 {over:.0e}：起决定作用的是谱半径 0.8。"),
+        Text("The steps have norms of at least {above:.2f} on average, but the product falls to at most {over:.0e}: what decides is the spectral radius, 0.8.", "各步的范数平均至少为 {above:.2f}，而乘积至多只剩 {over:.0e}：起决定作用的是谱半径 0.8。"),
         draw_jacobians, PICTURE,
     ),
 )  # fmt: skip
