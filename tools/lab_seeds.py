@@ -3,18 +3,23 @@
     python -m tools.lab_seeds                         100 seeds of every claim; takes hours, and resumes if stopped
     python -m tools.lab_seeds --most-seconds 2        only claims whose measurement takes at most 2 seconds
     python -m tools.lab_seeds --minutes 20            stop after 20 minutes
+    python -m tools.lab_seeds --untimed               without the claims whose times are judged, if other jobs run
     python -m tools.lab_seeds --write                 only write the page, from docs/lab_seeds.json
 
 A seed is a whole measurement, with all its repetitions, which use seeds that no other seed uses. Verdicts of a claim
-are dropped when the code of its measurement or a criterion changes. Claims whose times are judged are measured again,
-not resampled. Several processes can work on different claims at the same time.
+are dropped when a criterion, the code of its measurement or a module of the lab that it imports changes. Claims whose
+times are judged are measured again, not resampled. Results are written after every pass over the claims and every
+minute. Several processes can work on different claims at the same time.
 """
 
 from __future__ import annotations
 
 import argparse
 import hashlib
+import importlib
+import inspect
 import json
+import re
 import time
 from collections import Counter
 from pathlib import Path
@@ -22,6 +27,7 @@ from typing import Any
 
 from regard.files import write_text_atomically
 from regard.lab import CLAIMS, Claim, measure
+from regard.lab.criteria import Criterion, decide, mean_interval, median_interval
 
 KEPT, PAGE = Path("docs/lab_seeds.json"), Path("docs/lab_seeds.md")
 HEAD = """# Verdicts over seeds
@@ -40,8 +46,19 @@ are so far.
 
 
 def fingerprint(claim: Claim) -> str:
-    """Return a digest of what a verdict depends on: the measurement's code, its repetitions and the criteria."""
-    return hashlib.sha256(f"{claim.code()}{claim.repetitions}{claim.criteria}".encode()).hexdigest()[:16]
+    """Return a digest of what a verdict depends on: code of the measurement and the lab, repetitions and criteria."""
+    code = claim.code()
+    names = set(re.findall(r"from regard\.lab\.(\w+) import|from regard\.lab import (\w+)", code))
+    modules = [importlib.import_module(f"regard.lab.{''.join(pair)}") for pair in sorted(names)]
+    parts: list[Any] = [*modules, Criterion, decide, mean_interval, median_interval]
+    sources = [inspect.getsource(part) for part in parts]
+    required = [(each.key, each.low, each.high, each.rule, each.part, each.width) for each in claim.criteria]
+    return hashlib.sha256(f"{code}{claim.repetitions}{required}{sources}".encode()).hexdigest()[:16]
+
+
+def judges_times(claim: Claim) -> bool:
+    """Return whether a criterion of the claim is about a time."""
+    return any(criterion.rule == "interval" for criterion in claim.criteria)
 
 
 def load() -> dict[str, Any]:
@@ -85,17 +102,23 @@ def main() -> None:
     parser.add_argument("--seeds", type=int, default=100)
     parser.add_argument("--minutes", type=float, default=float("inf"))
     parser.add_argument("--most-seconds", type=float, default=float("inf"))
+    parser.add_argument("--untimed", action="store_true", help="without claims whose times are judged")
     parser.add_argument("--write", action="store_true", help="only write the page")
     options = parser.parse_args()
-    kept, stop = load(), time.monotonic() + 60 * options.minutes
+    kept, written = load(), time.monotonic()
+    stop = written + 60 * options.minutes
+    names = [name for name in options.names or CLAIMS if not (options.untimed and judges_times(CLAIMS[name]))]
     for seed in range(0 if options.write else options.seeds):
-        for name in options.names or CLAIMS:
+        for name in names:
             entry = kept[name]
             expensive = entry["seconds"] is not None and entry["seconds"] > options.most_seconds
             if str(seed) in entry["verdicts"] or expensive or time.monotonic() > stop:
                 continue
             result = measure(CLAIMS[name], seed=seed)
             entry["verdicts"][str(seed)], entry["seconds"] = result.verdict.value, round(result.cpu_seconds, 2)
+            if time.monotonic() > written + 60:
+                write(kept)
+                written = time.monotonic()
         write(kept)
     write(kept)
 
