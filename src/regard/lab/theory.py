@@ -10,7 +10,7 @@ ITEMS: dict[str, Text] = {
         "Scores: dot, additive with O(d²) parameters, cosine.", "打分：点积、加性（O(d²) 个参数）、余弦。"
     ),
     "mechanism 3": Text("Temperature interpolates between argmax and uniform.", "温度：从 argmax 到均匀分布。"),
-    "mechanism 4": Text("A layer projects, attends and projects back.", "一层：投影、注意、再投影回来。"),
+    "mechanism 4": Text("A layer projects, attends and projects back.", "一层：投影、计算注意力、再投影回去。"),
     "mechanism 5": Text("Heads in parallel, concatenated and projected.", "多头并行，拼接后再投影。"),
     "mechanism 6": Text("Padding and causal masks, −∞ before the softmax.", "填充与因果掩码，在 softmax 之前置为 −∞。"),
     "mechanism 7": Text("Positions: sinusoidal, learned, relative.", "位置：正弦、可学习、相对。"),

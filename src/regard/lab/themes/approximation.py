@@ -103,13 +103,13 @@ def draw_window_error(figure: Any, findings: Findings, tr: PickLabel) -> None:
         [r + 1 for r in findings["reaches"]],
         findings["near"],
         "o-",
-        label=tr("matching keys are near", "所寻之物在附近"),
+        label=tr("matching keys are near", "匹配的键在附近"),
     )
     axis.semilogx(
         [r + 1 for r in findings["reaches"]],
         findings["anywhere"],
         "o-",
-        label=tr("matching keys are 97 positions away", "所寻之物在 97 个位置之外"),
+        label=tr("matching keys are 97 positions away", "匹配的键在 97 个位置之外"),
     )
     axis.set_xticks([r + 1 for r in findings["reaches"]], [str(r) for r in findings["reaches"]])
     axis.minorticks_off()
@@ -154,17 +154,17 @@ CLAIMS = (
     ),
     Claim(
         "window-error", "approximation", ("mechanism 9", "approximation"),
-        Text("A window is as good as exact attention where matching keys are near", "若所寻之物就在附近，窗口与精确注意力一样好"),
+        Text("A window is as good as exact attention where matching keys are near", "若匹配的键就在附近，窗口与精确注意力一样好"),
         Text("The error falls as the window widens, to 0 when it covers all keys; how fast depends on where the weight is.", "窗口越宽误差越小，覆盖全部时为 0；下降的快慢取决于权重在哪里。"),
         r"\left\lVert A_w-A\right\rVert\to 0\quad(w\to n)",
         window_error,
         (
             at_most("whole", 1e-5, "error when the window covers all keys", "窗口覆盖全部键时的误差"),
-            at_most("near16", 0.1, "error at a reach of 16, matching keys near", "半径 16、所寻之物在附近时的误差", rule="mean"),
-            at_least("anywhere16", 0.5, "error at a reach of 16, matching keys far", "半径 16、所寻之物在远处时的误差", rule="mean"),
+            at_most("near16", 0.1, "error at a reach of 16, matching keys near", "半径 16、匹配的键在附近时的误差", rule="mean"),
+            at_least("anywhere16", 0.5, "error at a reach of 16, matching keys far", "半径 16、匹配的键在远处时的误差", rule="mean"),
             at_most("rise", 0.05, "largest rise of the error from one reach to the next", "从一个半径到下一个，误差的最大上升"),
         ),
-        Text("With a reach of 16 the error is {near16:.1%} if neighbours are similar, and {anywhere16:.0%} if matching keys are 97 positions away. At full reach it is {whole:.0e}.", "半径为 16 时，若相邻词元彼此相似，误差为 {near16:.1%}；若所寻之物在 97 个位置之外，误差为 {anywhere16:.0%}。完全覆盖时为 {whole:.0e}。"),
+        Text("With a reach of 16 the error is {near16:.1%} if neighbours are similar, and {anywhere16:.0%} if matching keys are 97 positions away. At full reach it is {whole:.0e}.", "半径为 16 时，若相邻词元彼此相似，误差为 {near16:.1%}；若匹配的键在 97 个位置之外，误差为 {anywhere16:.0%}。完全覆盖时为 {whole:.0e}。"),
         draw_window_error,
         Text("The relative error of the output against the reach of the window.", "输出的相对误差随窗口半径的变化。"),
     ),

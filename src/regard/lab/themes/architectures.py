@@ -190,8 +190,8 @@ def draw_data_hunger(figure: Any, findings: Findings, tr: PickLabel) -> None:
 CLAIMS = (
     Claim(
         "receptive-field", "architectures", ("claim 10",),
-        Text("Attention has a global receptive field, a CNN a local one", "注意力一眼看到全部，CNN 只看到邻域"),
-        Text("The receptive field of two layers: all n positions for attention; 2·(5−1)/2 + 1 = 5 positions back for convolutions with kernel size 5; all positions for an RNN, but through a chain of steps.", "两层网络的感受野：注意力为全部 n 个位置；核宽为 5 的卷积，向后只有 2·(5−1)/2 + 1 = 5 个位置；RNN 也是全部，但要经过一条长链。"),
+        Text("Attention has a global receptive field, a CNN a local one", "注意力的感受野是全局的，CNN 的是局部的"),
+        Text("The receptive field of two layers: all n positions for attention; 2·(5−1)/2 + 1 = 5 positions back for convolutions with kernel size 5; all positions for an RNN, but through a chain of steps.", "两层网络的感受野：注意力为全部 n 个位置；核宽为 5 的卷积，只有最近的 2·(5−1)/2 + 1 = 5 个位置；RNN 也是全部，但要经过一条长链。"),
         r"R_{\text{attention}}=n,\qquad R_{\text{CNN}}=1+L\,\frac{k-1}{2}",
         receptive_field,
         (
@@ -199,7 +199,7 @@ CLAIMS = (
             between("sees CNN", 5, 5, "positions that influence the CNN", "影响 CNN 输出的位置数"),
             between("sees RNN", 64, 64, "positions that influence the RNN", "影响 RNN 输出的位置数"),
         ),
-        Text("Of {length} positions, {sees attention} influence the output of attention, {sees CNN} that of the CNN and {sees RNN} that of the RNN (with {parameters attention:,}, {parameters CNN:,} and {parameters RNN:,} parameters).", "在 {length} 个位置中，注意力看到 {sees attention} 个，CNN 看到 {sees CNN} 个，RNN 看到 {sees RNN} 个（参数量分别为 {parameters attention:,}、{parameters CNN:,} 与 {parameters RNN:,}）。"),
+        Text("Of {length} positions, {sees attention} influence the output of attention, {sees CNN} that of the CNN and {sees RNN} that of the RNN (with {parameters attention:,}, {parameters CNN:,} and {parameters RNN:,} parameters).", "在 {length} 个位置中，影响注意力输出的有 {sees attention} 个，影响 CNN 输出的有 {sees CNN} 个，影响 RNN 输出的有 {sees RNN} 个（参数量分别为 {parameters attention:,}、{parameters CNN:,} 与 {parameters RNN:,}）。"),
         draw_receptive_field,
         Text("The influence of every position on the last output.", "各位置对最后一个输出的影响。"),
     ),
@@ -241,8 +241,8 @@ CLAIMS = (
     ),
     Claim(
         "recall", "architectures", ("claim 10",),
-        Text("Attention recalls distant symbols; CNN and plain RNN do not", "注意力能记起远处的内容，CNN 与普通 RNN 不能"),
-        Text("One symbol of a row is marked, and the network has to name it at the end of the row. All networks have about the same number of parameters and the same data.", "一行符号中有一个被标记，网络须在行末说出它是哪一个。各网络参数量相同，看到的数据也相同。"),
+        Text("Attention recalls distant symbols; CNN and plain RNN do not", "注意力能记起远处的符号，CNN 与普通 RNN 不能"),
+        Text("One symbol of a row is marked, and the network has to name it at the end of the row. All networks have about the same number of parameters and the same data.", "一行符号中有一个被标记，网络须在行末说出它是哪一个。各网络的参数量大致相同，训练数据也相同。"),
         r"P(\hat{y}=y\mid t),\qquad t=n-1-p",
         recall,
         (
@@ -259,7 +259,7 @@ CLAIMS = (
     Claim(
         "data-hunger", "architectures", ("claim 10",),
         Text("Attention needs more data than a CNN", "注意力比 CNN 需要更多数据"),
-        Text("It has no built-in notion of neighbourhood and has to learn it. Two tasks within the receptive field of all networks: name the symbol after the marker, where neighbourhood matters, and name the marked symbol, where it does not.", "它事先不知道何为“相邻”，必须从数据中学到。两个问题都在各网络的感受野之内：一问标记之后是什么（全靠相邻关系），二问哪个符号被标记（与相邻无关）。"),
+        Text("It has no built-in notion of neighbourhood and has to learn it. Two tasks within the receptive field of all networks: name the symbol after the marker, where neighbourhood matters, and name the marked symbol, where it does not.", "它事先不知道何为“相邻”，必须从数据中学到。两个任务都在各网络的感受野之内：说出标记之后的符号（相邻关系重要），以及说出被标记的符号（与相邻无关）。"),
         r"P(\hat{y}=y\mid N)",
         data_hunger,
         (

@@ -46,13 +46,13 @@ def draw_beyond(figure: Any, findings: Findings, tr: PickLabel) -> None:
 
 CAPTION = Text(
     "Accuracy on the last quarter of a row against its length; trained on rows of 16 symbols (chance: 12.5%).",
-    "行末四分之一处的准确率随行长的变化；训练用 16 个符号的行（随机猜测为 12.5%）。",
+    "每行最后四分之一的准确率随行长的变化；训练时每行 16 个符号（随机猜测为 12.5%）。",
 )
 CLAIMS = (
     Claim(
         "any-length", "mechanism", ("extrapolation",),
         Text("“Sinusoidal positions support sequences of any length”", "“正弦位置编码支持任意长度的序列”"),
-        Text("The table can be computed for any place, but a network has to have learned what its rows mean. Here it learns on rows of 16 which symbol is two places back.", "这张表在任何位置都能算出，但网络须学过其中各行的含义。这里它在长为 16 的行上学习：往前两位是哪个符号。"),
+        Text("The table can be computed for any place, but a network has to have learned what its rows mean. Here it learns on rows of 16 which symbol is two places back.", "这张表在任何位置都能算出，但网络须学过其中各行的含义。这里它在长为 16 的行上学习：前面第二个位置上是哪个符号。"),
         r"PE_{p}\ \text{for}\ p\ge n_{\text{trained}}",
         beyond,
         (

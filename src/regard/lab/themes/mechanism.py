@@ -111,7 +111,7 @@ def draw_heads(figure: Any, findings: Findings, tr: PickLabel) -> None:
         heatmap(
             axis,
             weights,
-            tr(f"head {n + 1}", f"第 {n + 1} 个头"),
+            tr(f"head {n}", f"第 {n} 头"),  # counted from 0, as in the viewer
             findings["tokens"] if first else (),
             findings["tokens"] if bottom else (),
             vmin=0,
@@ -261,7 +261,7 @@ def model(classifier=None, seed=0):
 
 def draw_model(figure: Any, findings: Findings, tr: PickLabel) -> None:
     axes = figure.subplots(1, 3, width_ratios=[5, 5, 2])
-    heatmap(axes[0], findings["states"], tr("after the last block", "最后一个模块之后"), cmap="RdBu_r")
+    heatmap(axes[0], findings["states"], tr("after the last block", "最后一个块之后"), cmap="RdBu_r")
     heatmap(axes[1], findings["pooled"], tr("pooled", "池化之后"), cmap="RdBu_r")
     heatmap(axes[2], findings["logits"], tr("logits", "输出"), cmap="RdBu_r")
 
@@ -303,12 +303,12 @@ CLAIMS = (
     Claim(
         "layer", "mechanism", ("mechanism 4",),
         Text("A self-attention layer", "一个自注意力层"),
-        Text("Three projections from d_model to d_key, d_key and d_value; attention; and a projection back to d_model.", "三个投影把 d_model 变为 d_key、d_key 与 d_value；做注意力；再投影回 d_model。"),
+        Text("Three projections from d_model to d_key, d_key and d_value; attention; and a projection back to d_model.", "三个投影把 d_model 变为 d_key、d_key 与 d_value；计算注意力；再投影回 d_model。"),
         r"\operatorname{softmax}\!\left(\frac{XW_Q(XW_K)^\top}{\sqrt{d_k}}\right)XW_V\,W_O",
         layer,
         (at_most("off", 1e-12, "relative difference", "相对差"),),
         Text("A step-by-step computation differs from the module by {off:.1e}; the widths are {d_key}, {d_key}, {d_value} and finally {d_out}.",
-        "逐步手算与模块相差 {off:.1e}；宽度依次为 {d_key}、{d_key}、{d_value}，最后回到 {d_out}。"),
+        "逐步计算与模块相差 {off:.1e}；宽度依次为 {d_key}、{d_key}、{d_value}，最后回到 {d_out}。"),
         draw_layer,
         Text("Ten tokens in the stages of a layer, and the width of each stage.", "十个词元经过一层的过程，以及各部分的宽度。"),
     ),
@@ -330,7 +330,7 @@ CLAIMS = (
     ),
     Claim(
         "masks", "mechanism", ("mechanism 6",),
-        Text("Masked keys have no weight", "掩码：不可见之处权重为零"),
+        Text("Masked keys have no weight", "被屏蔽的键没有权重"),
         Text("A padding mask hides padding tokens, a causal mask hides later tokens. Masked scores are −∞ before the softmax.",
         "填充掩码屏蔽填充词元，因果掩码屏蔽后面的词元。被屏蔽的得分在 softmax 之前为 −∞。"),
         r"s_{ij}\leftarrow-\infty\quad(M_{ij}=0),\qquad M^{\text{causal}}_{ij}=[\,j\le i\,]",
@@ -339,7 +339,7 @@ CLAIMS = (
             between("leaked", 0, 0, "largest weight of a masked key", "被屏蔽的键的最大权重"),
             at_most("off", 1e-10, "difference from −∞ before the softmax", "与 softmax 之前置 −∞ 之差"),
         ),
-        Text(f"The weight of masked keys is exactly {{leaked:g}}; the other weights agree with −∞ before the softmax to {{off:.0e}}. {WEIGHTS.en}", f"被屏蔽之处的权重恰为 {{leaked:g}}；其余与“softmax 前置为 −∞”相差 {{off:.0e}}。{WEIGHTS.zh}"),
+        Text(f"The weight of masked keys is exactly {{leaked:g}}; the other weights agree with −∞ before the softmax to {{off:.0e}}. {WEIGHTS.en}", f"被屏蔽的键的权重恰为 {{leaked:g}}；其余与“softmax 前置为 −∞”相差 {{off:.0e}}。{WEIGHTS.zh}"),
         draw_masks,
         Text("The same head without a mask, with padding and with a causal mask.", "同一个头：无掩码、填充掩码、因果掩码。"),
         repetitions=1,

@@ -87,7 +87,7 @@ def draw_saturation(figure: Any, findings: Findings, tr: PickLabel) -> None:
         left.semilogx(findings["widths"], findings["top_" + name], "o-", label=label)
         right.loglog(findings["widths"], findings["grad_" + name], "o-", label=label)
     left.set(xlabel=tr("width d", "维度 d"), ylabel=tr("largest weight of a row", "每行最大的权重"), ylim=(0, 1.03))
-    right.set(xlabel=tr("width d", "维度 d"), ylabel=tr("norm of the softmax Jacobian", "softmax 梯度的大小"))
+    right.set(xlabel=tr("width d", "维度 d"), ylabel=tr("norm of the softmax Jacobian", "softmax 雅可比矩阵的范数"))
     left.legend()
 
 
@@ -267,7 +267,7 @@ CLAIMS = (
         Text(
             "As d grows, the spread of unscaled scores grows, one key gets all the weight, and the gradient of the "
             "softmax vanishes. Scaling by 1/√d prevents this.",
-            "随着 d 增大，未缩放的得分彼此拉开，一个键独占全部权重，softmax 的梯度趋于 0。除以 √d 之后，这一切都不会发生。",
+            "随着 d 增大，未缩放的得分彼此拉开，一个键独占全部权重，softmax 的梯度趋于 0。除以 √d 可以避免这种情况。",
         ),
         r"\frac{\partial \alpha_i}{\partial s_j}=\alpha_i(\delta_{ij}-\alpha_j)\;\to\;0\qquad(\alpha\to e_m)",
         saturation,

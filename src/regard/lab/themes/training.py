@@ -178,7 +178,7 @@ CLAIMS = (
     Claim(
         "clipping", "gradients", ("stable gradients",),
         Text("Clipping bounds the norm of a gradient and keeps its direction", "梯度裁剪限制范数，不改变方向"),
-        Text("A gradient that is longer than the bound is shortened to it; a shorter one is not changed. Clipping therefore cures explosion, and nothing of what vanishes.", "比上限长的梯度缩短到上限，较短的不变。因此裁剪能治爆炸，对消失毫无作用。"),
+        Text("A gradient that is longer than the bound is shortened to it; a shorter one is not changed. Clipping therefore cures explosion, and nothing of what vanishes.", "比上限长的梯度缩短到上限，较短的不变。因此裁剪能防止爆炸，对消失没有作用。"),
         r"g\leftarrow g\cdot\min\left(1,\frac{c}{\lVert g\rVert}\right)",
         clipping,
         (
