@@ -178,6 +178,19 @@ def test_gradients_and_tangents_of_keys_and_values_raise(dtype: torch.dtype) -> 
         layer(x, cache=layer.cache(dtype=dtype))
 
 
+def test_stored_numbers_of_another_form_or_with_gradients_raise() -> None:
+    data, scale = torch.ones(1, 2, 3, 8, dtype=torch.int8), torch.ones(1, 2, 3)
+    scales = [None, scale[:, :, :2], scale.double()]
+    for parts in (*((data, wrong) for wrong in scales), (data[0], scale[0]), (data.bfloat16(), scale)):
+        with pytest.raises(ValueError, match="for int8 only a scale"):
+            rg.QuantizedTensor(*parts, torch.float32)
+    with pytest.raises(ValueError, match="dtype of stored keys and values"):
+        rg.QuantizedTensor(data.short(), scale, torch.float32)
+    for parts in ((data, scale.clone().requires_grad_()), (data.bfloat16().requires_grad_(), None)):
+        with pytest.raises(RuntimeError, match="no gradients"):
+            rg.QuantizedTensor(*parts, torch.float32)
+
+
 def test_errors() -> None:
     with pytest.raises(ValueError, match=r"dtype of stored keys and values must be torch\.bfloat16"):
         Cache(dtype=torch.float64)

@@ -35,6 +35,21 @@ class QuantizedTensor:
     scale: Tensor | None
     dtype: torch.dtype
 
+    def __post_init__(self) -> None:
+        data, scale = self.data, self.scale
+        check_stored_dtype(data.dtype)
+        expected = (torch.float32, data.shape[:3], data.device) if data.dtype == torch.int8 else None
+        given = None if scale is None else (scale.dtype, scale.shape, scale.device)
+        if data.dim() != 4 or given != expected:
+            raise ValueError(
+                "a QuantizedTensor has data (B, G, K, D), and for int8 only a scale (B, G, K) of float32 on the same "
+                f"device, got {data.dtype} {tuple(data.shape)} and "
+                + ("no scale" if scale is None else f"a scale {scale.dtype} {tuple(scale.shape)} on {scale.device}")
+            )
+        _check_constant(data)
+        if scale is not None:
+            _check_constant(scale)
+
     @classmethod
     def quantize(cls, tensor: Tensor, dtype: torch.dtype) -> QuantizedTensor:
         """Round a tensor (B, G, K, D) to a dtype. A token of a head that is not finite becomes NaN in int8.
@@ -45,12 +60,7 @@ class QuantizedTensor:
         if not isinstance(tensor, Tensor) or tensor.dim() != 4 or not tensor.is_floating_point():
             given = f"{tensor.dtype} of shape {tuple(tensor.shape)}" if isinstance(tensor, Tensor) else repr(tensor)
             raise ValueError(f"a tensor to quantize must be floating point and (B, G, K, D), got {given}")
-        tangent = forward_ad._current_level >= 0 and forward_ad.unpack_dual(tensor).tangent is not None
-        if tangent or (tensor.requires_grad and torch.is_grad_enabled()):
-            raise RuntimeError(
-                "keys and values in fewer bytes have no gradients or tangents: use torch.no_grad(), detach() them, or "
-                "a cache without a dtype"
-            )
+        _check_constant(tensor)
         if dtype != torch.int8:
             return cls(tensor.to(dtype), None, tensor.dtype)
         wide = tensor.to(torch.promote_types(tensor.dtype, torch.float32))
@@ -79,6 +89,16 @@ class QuantizedTensor:
     def __repr__(self) -> str:
         stored, dtype = (str(x).removeprefix("torch.") for x in (self.data.dtype, self.dtype))
         return f"QuantizedTensor({tuple(self.shape)}, {stored}, for {dtype})"
+
+
+def _check_constant(tensor: Tensor) -> None:
+    """Raise if a derivative of a tensor could be requested, which rounded numbers do not have."""
+    tangent = forward_ad._current_level >= 0 and forward_ad.unpack_dual(tensor).tangent is not None
+    if tangent or (tensor.requires_grad and torch.is_grad_enabled()):
+        raise RuntimeError(
+            "keys and values in fewer bytes have no gradients or tangents: use torch.no_grad(), detach() them, or "
+            "a cache without a dtype"
+        )
 
 
 def check_stored_dtype(dtype: torch.dtype | None) -> None:
