@@ -71,6 +71,41 @@ def test_masks_and_packed_sequences(calls):
     assert len(calls) == 2
 
 
+def encoder(attend, **options):
+    torch.manual_seed(0)
+    blocks = [
+        rg.nn.Block(
+            rg.nn.MultiHeadAttention(64, 4, attend=attend, **options), rg.nn.FeedForward(64, 96),
+            residual=lambda: rg.nn.PreNorm(64),
+        )
+        for _ in range(2)
+    ]  # fmt: skip
+    return rg.nn.Encoder(blocks).eval()
+
+
+@torch.inference_mode()
+def test_positions_of_one_row_are_those_of_all_rows(calls):
+    stack, x = encoder(rg.Attention(mask=rg.causal()), rotary=rg.nn.Rotary()), torch.randn(3, 5, 64)
+    positions = torch.arange(5)[None] + 7
+    expected = stack(x, context=rg.nn.LayerContext(positions=positions))
+    rg.nn.freeze(stack)
+    torch.testing.assert_close(stack(x, context=rg.nn.LayerContext(positions=positions)), expected)
+    assert calls
+
+
+@torch.inference_mode()
+def test_every_step_reads_the_sink(calls):
+    stack, x = encoder(rg.Attention(mask=rg.causal(), sink=3.0)), torch.randn(2, 12, 64)
+    expected = stack(x)
+    rg.nn.freeze(stack)
+    cache, steps = stack.cache(), []
+    for token in x.split(1, 1):
+        steps.append(stack(token, cache=cache))
+        torch.full((4,), 1e3)  # where a freed sink was
+    torch.testing.assert_close(torch.cat(steps, 1), expected)
+    assert len(calls) == 12
+
+
 def set_eps(model):
     for residual in (model.stack.layers[0].attention_residual, model.stack.layers[0].feedforward_residual):
         residual.norm.eps = 1.0
@@ -103,6 +138,19 @@ def test_a_change_of_a_norm_a_bias_or_a_module_is_used(change, calls):
     assert not torch.allclose(before, after)
     torch.testing.assert_close(after, other(ids), rtol=1e-4, atol=1e-4)
     assert calls
+
+
+@torch.inference_mode()
+def test_biases_and_gains_of_other_sizes_are_those_of_torch(calls):
+    model, other, ids = build(), build(), tokens(1, 5)
+    rg.nn.freeze(model)
+    for each in (model, other):
+        each.stack.layers[0].attention.output.bias = nn.Parameter(torch.ones(1))
+    torch.testing.assert_close(model(ids), other(ids), rtol=1e-4, atol=1e-4)
+    model.stack.layers[0].attention_residual.norm.weight = nn.Parameter(torch.ones(1))
+    with pytest.raises(RuntimeError, match="weight"):
+        model(ids)
+    assert not calls
 
 
 @pytest.mark.parametrize("part", ["attention_residual", "feedforward_residual", "feedforward", "attention.attend"])

@@ -103,6 +103,9 @@ class StackPlan:
             raise _Unsupported
         if len(kinds) != 1 or not kinds <= {PreNorm, PostNorm}:
             raise _Unsupported
+        products = attention.qkv, attention.output, feedforward.up, feedforward.output
+        if any(type(module) is not nn.Linear for module in products):
+            raise _Unsupported
         separate = (attention.source, attention.query_norm, attention.key_norm, attention.gate)
         if any(part is not None for part in separate) or attention.readers or attention.d_value != attention.d_head:
             raise _Unsupported
@@ -127,24 +130,26 @@ class StackPlan:
             names[0],
         )  # fmt: skip
         weights = tuple(
-            (self._weight(module), self._tensor(module, "bias") if module.bias is not None else None)
-            for module in (attention.qkv, attention.output, feedforward.up, feedforward.output)
+            (weight := self._weight(module), None if module.bias is None else self._tensor(module, "bias", len(weight)))
+            for module in products
         )
-        gains = self._tensor(norms[0], "weight"), self._tensor(norms[1], "weight")
-        shifts = None if rms else (self._tensor(norms[0], "bias"), self._tensor(norms[1], "bias"))
+        gains = self._tensor(norms[0], "weight", d_model), self._tensor(norms[1], "weight", d_model)
+        shifts = None if rms else (self._tensor(norms[0], "bias", d_model), self._tensor(norms[1], "bias", d_model))
         number = attentions.setdefault(attention.attend, len(attentions))
         return sizes, attention.rotary, BlockTensors(weights, gains, shifts, number)
 
     def _weight(self, module: nn.Module) -> PackedWeight:
         weight = module._parameters.get("weight")
-        if type(module) is not nn.Linear or type(weight) is not PackedWeight:
+        if type(weight) is not PackedWeight:
             raise _Unsupported
         self._panels.append((weight, weight.panels))
         return weight
 
-    def _tensor(self, module: nn.Module, name: str) -> Tensor:
+    def _tensor(self, module: nn.Module, name: str, size: int) -> Tensor:
         tensor = module._parameters.get(name)
         if tensor is None or not is_plain(tensor) or tensor.dtype != torch.float32 or not tensor.is_contiguous():
+            raise _Unsupported
+        if tensor.shape != (size,):
             raise _Unsupported
         self._addresses.append((tensor, tensor.data_ptr()))
         return tensor
@@ -224,8 +229,9 @@ class StackPlan:
 
     @staticmethod
     def _sees_all(attend: Attention) -> bool:
-        """Whether the last token attends to all tokens, with nothing else that depends on their number."""
-        return attend.mask is causal() and attend.offset is None and attend.bias is None and not attend.tensors()
+        """Whether the last token attends to all tokens, and the packed problem points to no other tensor."""
+        plain = attend.offset is None and attend.bias is None and attend.sink is None and not attend.tensors()
+        return plain and attend.mask is causal()
 
 
 def _drops(module: nn.Module) -> bool:

@@ -129,14 +129,15 @@ def run_stack(
 ) -> None:
     """Apply the blocks to x (B, N, d_model) in place.
 
-    table: cosines and signed sines, (N, d_rotary) or (B, N, d_rotary), contiguous. caches: keys and values by layer.
+    table: cosines and signed sines, contiguous, (N, d_rotary), (1, N, d_rotary) or (B, N, d_rotary). caches: keys and
+        values by layer.
     """
     B, N = x.shape[:2]
     packed = _buffer(attentions)
     rotation = (0, 0, 0, 0)
     if table is not None:
         cos, sin = table
-        rotation = cos.data_ptr(), sin.data_ptr(), cos.shape[-1], N if cos.dim() == 3 else 0
+        rotation = cos.data_ptr(), sin.data_ptr(), cos.shape[-1], N if cos.dim() == 3 and len(cos) > 1 else 0
     keys, values = (0, 0) if caches is None else (tensors.data_ptr() for tensors in caches)
     given = STACK.pack(
         B, N, sizes.d_model, sizes.heads, sizes.kv_heads, sizes.d_head, sizes.d_hidden, layers, len(attentions),
