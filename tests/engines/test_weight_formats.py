@@ -177,6 +177,27 @@ def test_rows_are_looked_up_and_selected(format):
 
 
 @needs_kernels
+@pytest.mark.parametrize("format", ["float32", *ROUNDED])
+@pytest.mark.parametrize("dtype", [torch.uint8, torch.bool, torch.int16])
+def test_ids_of_other_types_raise_as_in_torch(format, dtype):
+    weight, ids = packed(random(64, 32), format), torch.tensor([1, 0, 1]).to(dtype)
+    for each in (weight, weight.unpack()):
+        with torch.no_grad(), pytest.raises(RuntimeError, match="scalar types"):
+            F.embedding(ids, each)
+
+
+@needs_kernels
+@pytest.mark.parametrize("format", ["int8", "int4", "int4_minimum"])
+@pytest.mark.parametrize(("size", "inputs"), [(9e33, 1e-20), (1e-36, 1e30)])
+def test_products_of_the_largest_and_least_weights_are_finite(format, size, inputs):
+    weight = packed(random(40, 64).clamp(-1, 1) * size, "int8" if format == "int8" else "int4")
+    x = random(9, 64, seed=1) * inputs
+    with torch.no_grad():
+        output, exact = F.linear(x, weight), F.linear(x.double(), weight.unpack().double())
+    assert ((output - exact).abs() <= 0.05 * exact.abs().max()).all()
+
+
+@needs_kernels
 @pytest.mark.parametrize("format", ROUNDED)
 def test_nan_and_infinity_spread_as_in_torch(format):
     weight = packed(random(40, 64), format)
@@ -197,7 +218,7 @@ def test_weights_that_cannot_be_rounded_report_why():
     weight[3, 4] = float("inf")
     assert "NaN or infinite" in why_not(weight, "int8")
     weight[3, 4] = 3.4e38  # a multiple of a rounded scale would be infinite
-    assert "above 1e+38" in why_not(weight, "int4")
+    assert "above 1e+34" in why_not(weight, "int4")
     assert not why_not(weight, "bfloat16")
     assert not why_not(random(9, 8), "int8")  # padded rows, but fewer bytes than in float32
     assert "padded" in why_not(random(9, 8))

@@ -6,6 +6,7 @@ import pytest
 import torch
 from torch import nn
 from torch.autograd import forward_ad
+from torch.nn.utils import prune
 
 import regard as rg
 from regard.engines import native
@@ -241,6 +242,20 @@ def test_weights_that_cannot_be_packed_are_returned():
     if not native.why_missing():
         assert "float64" in left["wide.weight"]
         assert "padded" in left["small.weight"]
+
+
+@needs_kernels
+@pytest.mark.parametrize(
+    "change", [nn.utils.weight_norm, nn.utils.spectral_norm, lambda layer: prune.l1_unstructured(layer, "weight", 0.5)]
+)
+@pytest.mark.filterwarnings("ignore::FutureWarning")
+def test_weights_that_are_computed_from_others_are_returned(change):
+    model = nn.Sequential(nn.Linear(64, 64), nn.Linear(64, 64)).eval()
+    change(model[0])
+    x = torch.randn(2, 64)
+    expected = model(x).detach()
+    assert rg.nn.freeze(model).keys() == {"0.weight"}
+    torch.testing.assert_close(model(x), expected)
 
 
 @needs_kernels

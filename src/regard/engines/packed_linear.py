@@ -16,7 +16,7 @@ from torch.utils._pytree import tree_leaves, tree_map
 from regard.engines import native
 from regard.engines.weight_formats import BYTES, CHOICES, PanelLayout, Quantized, pack, read_rows, unpack, unpack_groups
 
-LARGEST = 1e38  # size of a number that can be rounded to an integer times a scale
+LARGEST = 1e34  # size of a number that can be rounded to an integer times a scale: sums of 32 such integers stay finite
 PADDING = 1.1  # largest ratio of packed bytes to those of a float32 weight
 _aten = torch.ops.aten
 _SAME = (_aten.detach.default, _aten.alias.default)
@@ -198,7 +198,8 @@ def _embedding(
 ) -> Tensor:
     if max_norm is not None:
         _refuse("an embedding with max_norm")
-    if not (is_eager() and is_plain(input)) or (torch.is_grad_enabled() and weight.requires_grad):
+    reads = is_eager() and is_plain(input) and input.dtype in (torch.int32, torch.int64)
+    if not reads or (torch.is_grad_enabled() and weight.requires_grad):
         return F.embedding(input, weight.clone(), padding_idx, None, *rest, **options)
     if input.numel() and not 0 <= int(input.min()) <= int(input.max()) < weight.shape[0]:
         raise IndexError("index out of range in self")  # as F.embedding reports it

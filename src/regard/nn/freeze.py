@@ -57,10 +57,11 @@ def freeze(model: nn.Module, *, weights: str | None = None) -> dict[str, str]:
     embeddings = {id(module.weight) for module in model.modules() if isinstance(module, nn.Embedding)}
     try:
         for name, module in _projections(model):
-            weight = module._parameters["weight"]
+            weight = module._parameters.get("weight")
             # Every token is an embedding, so that its error is in all of them: not below int8.
             wanted = "int8" if weights == "int4" and id(weight) in embeddings else weights
             if weight is None:
+                unpacked[name] = "it is computed from other parameters, as by weight_norm or prune"
                 continue
             if isinstance(weight, PackedWeight) and (weights is None or _choice(weight) in (wanted, weights)):
                 continue
