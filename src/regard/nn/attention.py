@@ -186,7 +186,7 @@ class MultiHeadAttention(nn.Module):
         out = self.arrange_output(out.transpose(1, 2))
         if self.gate is not None:
             out = self.gate(x, out)
-        return project(out.flatten(2), self.output.weight, self.output.bias)
+        return self.output(out.flatten(2))
 
     def _append(self, k: Tensor, v: Tensor, context: LayerContext, cache: Cache | None) -> Stored:
         """Return all keys and values (B, G, K, ...), with those of the cache; keep them for layers that share them."""
@@ -206,7 +206,7 @@ class MultiHeadAttention(nn.Module):
         """Project x to q (B, N, H, D), k (B, N, G, D) and v (B, N, G, E) with one product."""
         B, N, _ = x.shape
         H, G, D = self.heads, self.kv_heads, self.d_head
-        qkv = project(x, self.qkv.weight, self.qkv.bias)
+        qkv = self.qkv(x)
         if self.rotary is None and self.d_value == D:
             q, k, v = qkv.view(B, N, H + 2 * G, D).split((H, G, G), 2)
             return q, k, v
@@ -217,7 +217,7 @@ class MultiHeadAttention(nn.Module):
     def _query(self, x: Tensor, context: LayerContext) -> Tensor:
         if context.query_position is not None:
             x = x + context.query_position
-        q = project(x, self.qkv.weight, self.qkv.bias, rows=(0, self.widths[0]))
+        q = project_rows(self.qkv, x, 0, self.widths[0])
         q = q.unflatten(-1, (self.heads, self.d_head))
         return q if self.query_norm is None else self.query_norm(q)
 
@@ -225,10 +225,10 @@ class MultiHeadAttention(nn.Module):
         layer, first = (self.qkv, self.widths[0]) if self.source is None else (self.source, 0)
         middle, last = first + self.widths[1], first + sum(self.widths[1:])
         if context.key_position is None:
-            k, v = project(source, layer.weight, layer.bias, rows=(first, last)).split(self.widths[1:], -1)
+            k, v = project_rows(layer, source, first, last).split(self.widths[1:], -1)
         else:
-            k = project(source + context.key_position, layer.weight, layer.bias, rows=(first, middle))
-            v = project(source, layer.weight, layer.bias, rows=(middle, last))
+            k = project_rows(layer, source + context.key_position, first, middle)
+            v = project_rows(layer, source, middle, last)
         k, v = k.unflatten(-1, (self.kv_heads, self.d_head)), v.unflatten(-1, (self.kv_heads, self.d_value))
         return k if self.key_norm is None else self.key_norm(k), v
 
@@ -251,7 +251,7 @@ class MultiHeadAttention(nn.Module):
             )
         if not isinstance(score, Dot) or score.softcap is not None:
             raise ValueError(f"disentangled attention needs the score Dot() without a softcap, got {score!r}")
-        projected = project(relative.vectors, self.qkv.weight, self.qkv.bias, rows=(0, sum(self.widths[:2])))
+        projected = project_rows(self.qkv, relative.vectors, 0, sum(self.widths[:2]))
         query, key = projected.unflatten(-1, (2, self.heads, self.d_head)).permute(1, 2, 0, 3)  # (H, R, D) each
         rows = relative.rows.expand(*q.shape[:2], -1, -1)  # (B, H, N, N)
         to_positions = (q @ key.mT).gather(-1, rows)
@@ -350,6 +350,13 @@ def linear(inputs: int, outputs: int, *, bias: bool = True) -> nn.Linear:
     if projection.bias is not None:
         nn.init.zeros_(projection.bias)
     return projection
+
+
+def project_rows(layer: nn.Module, x: Tensor, first: int, last: int) -> Tensor:
+    """Return `layer(x)[..., first:last]`; of an `nn.Linear` without hooks, only these outputs are computed."""
+    if type(layer) is nn.Linear and not (layer._forward_hooks or layer._forward_pre_hooks or "forward" in vars(layer)):
+        return project(x, layer.weight, layer.bias, rows=(first, last))
+    return layer(x)[..., first:last]
 
 
 def check_registered(attend: Attention) -> Attention:

@@ -9,7 +9,6 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from regard.engines.packed_linear import project
 from regard.nn.attention import linear
 from regard.nn.feedforward import Activation
 
@@ -136,7 +135,7 @@ class Experts(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         tokens = x.flatten(0, -2)
-        logits = project(tokens, self.router.weight, self.router.bias)
+        logits = self.router(tokens)
         chosen, share = self.routing(logits, self.per_token, self.correction)
         shares = logits.new_zeros(len(tokens), self.count).scatter(-1, chosen, share)
         result = torch.zeros_like(tokens)
@@ -149,7 +148,7 @@ class Experts(nn.Module):
         if self.shared is None:
             return result
         shared = self.shared(x)
-        gate = None if self.shared_gate is None else project(x, self.shared_gate.weight).sigmoid()
+        gate = None if self.shared_gate is None else self.shared_gate(x).sigmoid()
         return result + (shared if gate is None else gate * shared)
 
     def expert(self, n: int, x: Tensor) -> Tensor:

@@ -9,7 +9,6 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from regard.engines.packed_linear import project
 from regard.nn.attention import linear
 from regard.nn.dropout import dropout
 
@@ -48,10 +47,10 @@ class FeedForward(nn.Module):
         self.activation, self.dropout = activation, dropout
 
     def forward(self, x: Tensor) -> Tensor:
-        x = self.activation(project(x, self.up.weight, self.up.bias))
+        x = self.activation(self.up(x))
         if self.dropout and self.training:
             x = dropout(x, self.dropout)
-        return project(x, self.output.weight, self.output.bias)
+        return self.output(x)
 
 
 class GatedFeedForward(nn.Module):
@@ -70,8 +69,8 @@ class GatedFeedForward(nn.Module):
         self.activation, self.dropout = activation, dropout
 
     def forward(self, x: Tensor) -> Tensor:
-        gate, up = project(x, self.up.weight, self.up.bias).chunk(2, -1)
+        gate, up = self.up(x).chunk(2, -1)
         x = self.activation(gate) * up
         if self.dropout and self.training:
             x = dropout(x, self.dropout)
-        return project(x, self.output.weight, self.output.bias)
+        return self.output(x)

@@ -9,7 +9,6 @@ import torch
 from torch import Tensor, nn
 
 from regard.attention import Attention
-from regard.engines.packed_linear import project
 from regard.nn.attention import linear
 from regard.nn.context import LayerContext, check_not_in_context
 from regard.scores import Additive
@@ -49,8 +48,8 @@ class GraphAttention(nn.Module):
             check_not_in_context(mask=mask)
         if cache is not None or context.query_position is not None or context.key_position is not None:
             raise ValueError("GraphAttention takes no cache, query_position or key_position")
-        qkv = project(x, self.qkv.weight, self.qkv.bias).unflatten(-1, (3, self.heads, -1))
+        qkv = self.qkv(x).unflatten(-1, (3, self.heads, -1))
         q, k, v = qkv.permute(2, 0, 3, 1, 4)  # (B, H, N, D)
         attend = Attention(Additive(self.weight), dropout=self.dropout if self.training else 0.0)
         out = context.combine(attend)(q, k, v)
-        return project(out.transpose(1, 2).flatten(2), self.output.weight, self.output.bias)
+        return self.output(out.transpose(1, 2).flatten(2))

@@ -9,7 +9,6 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from regard.attention import Attention
-from regard.engines.packed_linear import project
 from regard.nn.attention import MultiHeadAttention, check_width_free, linear, with_scale
 
 
@@ -30,7 +29,7 @@ class OutputGate(nn.Module):
 
     def forward(self, x: Tensor, out: Tensor) -> Tensor:
         """Gate outputs (B, N, H, E) by the inputs x (B, N, d_model)."""
-        gate, (heads, d_value) = project(x, self.projection.weight, self.projection.bias).sigmoid(), out.shape[2:]
+        gate, (heads, d_value) = self.projection(x).sigmoid(), out.shape[2:]
         if gate.shape[-1] not in (heads, heads * d_value):
             raise ValueError(
                 f"d_gate must be the number of heads, {heads}, or heads * d_value = {heads * d_value}, got "

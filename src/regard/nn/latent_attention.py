@@ -10,7 +10,6 @@ from torch import Tensor, nn
 
 from regard.arguments import explain_torch_keywords
 from regard.attention import OBSERVERS, Attention
-from regard.engines.packed_linear import project
 from regard.masks import Mask
 from regard.nn.attention import check_registered, check_width_free, linear, with_scale
 from regard.nn.cache import Cache, WindowCache
@@ -121,7 +120,7 @@ class LatentAttention(nn.Module):
             raise ValueError("a cache cannot be sharded; generate outside of regard.distributed.sequence")
         start = 0 if cache is None else cache.seen_tokens
         query, rotated_query = self._query(x).split((self.d_head, self.d_rotary), -1)
-        latent, rotated = project(x, self.down.weight, self.down.bias).split((self.d_latent, self.d_rotary), -1)
+        latent, rotated = self.down(x).split((self.d_latent, self.d_rotary), -1)
         rotated_query, rotated = (
             self._rotate(part, context, start) for part in (rotated_query, rotated.unsqueeze(2))
         )  # (B, N, H, d_rotary) and (B, N, 1, d_rotary)
@@ -137,13 +136,13 @@ class LatentAttention(nn.Module):
         if cache is not None:
             attend = shift_to_cache(attend, cache, query.transpose(1, 2), self.d_latent if absorb else self.d_value)
         out = (self._attend_to_latents if absorb else self._attend_to_heads)(attend, query, rotated_query, keys)
-        return project(out.flatten(2), self.output.weight, self.output.bias)
+        return self.output(out.flatten(2))
 
     def _query(self, x: Tensor) -> Tensor:
         """(B, N, d_model) to (B, N, H, d_head + d_rotary)."""
         if self.query_down is not None and self.query_norm is not None:
-            x = self.query_norm(project(x, self.query_down.weight, self.query_down.bias))
-        return project(x, self.query.weight).unflatten(-1, (self.heads, -1))
+            x = self.query_norm(self.query_down(x))
+        return self.query(x).unflatten(-1, (self.heads, -1))
 
     def _rotate(self, x: Tensor, context: LayerContext, start: int) -> Tensor:
         if self.rotary is None:
