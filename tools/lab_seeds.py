@@ -34,9 +34,9 @@ HEAD = """# Verdicts over seeds
 
 How often each verdict of the [lab](lab.md) was reached, over whole measurements with different seeds. *Repetitions* is
 how many measurements, each with a seed of its own, one verdict rests on; 1 where nothing is random, or where rounds of
-timings are repeated within the measurement. Timings were measured anew for every seed, on a machine with 2 cores that
-ran other jobs at the same time. `make lab-seeds` continues to 100 seeds of every claim; the table says how many there
-are so far.
+timings are repeated within the measurement. Timings are measured anew for every seed. `make lab-seeds` continues to
+100 seeds of every claim; the table says how many there are so far. A dash is a claim that has been measured with no
+seed but that of [the lab](lab.md#the-claims).
 
 {summary}
 
@@ -85,13 +85,15 @@ def write(kept: dict[str, Any]) -> None:
     lines = []
     for name, entry in kept.items():
         counts = Counter(entry["verdicts"].values()).most_common()
-        verdicts = ", ".join(f"{verdict} ({count})" for verdict, count in counts)
-        lines.append(
-            f"| `{name}` | {len(entry['verdicts'])} | {CLAIMS[name].repetitions} | {verdicts} | {flips(entry)} |"
-        )
-    full = sum(len(entry["verdicts"]) >= 100 for entry in kept.values())
-    total, flipped = sum(len(entry["verdicts"]) for entry in kept.values()), sum(map(flips, kept.values()))
-    summary = f"{len(kept)} claims, {full} of them with 100 seeds or more; {total:,} measurements, {flipped} flips."
+        verdicts = ", ".join(f"{verdict} ({count})" for verdict, count in counts) or "–"
+        others = flips(entry) if counts else "–"
+        lines.append(f"| `{name}` | {len(entry['verdicts'])} | {CLAIMS[name].repetitions} | {verdicts} | {others} |")
+    seeds = [len(entry["verdicts"]) for entry in kept.values()]
+    full, none = sum(count >= 100 for count in seeds), seeds.count(0)
+    summary = (
+        f"{len(kept)} claims: {full} with 100 seeds, {len(kept) - full - none} with fewer, {none} with none so far; "
+        f"{sum(seeds):,} measurements, {sum(map(flips, kept.values()))} flips."
+    )
     write_text_atomically(KEPT, json.dumps(kept, indent=1, sort_keys=True) + "\n")
     write_text_atomically(PAGE, HEAD.format(summary=summary) + "\n".join(lines) + "\n")
 
