@@ -123,7 +123,7 @@ def several_heads(build=None, width=32, tokens=8, steps=300, seed=0):
             loss.backward()
             optimizer.step()
 
-    def set_by_hand(layer):  # head 1 looks for the first mark, head 2 for the second, and the output subtracts
+    def set_by_hand(layer):  # head 0 looks for the first mark, head 1 for the second, and the output subtracts
         query, key, value = torch.zeros(3, width, width)
         query[0, -3] = query[half, -3] = 40.0
         key[0, -1] = key[half, -2] = 1.0
