@@ -82,6 +82,14 @@ def test_int4_has_less_error_than_one_scale_by_the_largest_number():
     assert (quantize(weight, "int4").dequantize() - weight).norm() < 0.95 * (simple - weight).norm()
 
 
+def test_int4_with_a_minimum_has_less_error_than_steps_from_the_least_to_the_largest_number():
+    weight = random(64, 256).square()
+    quantized = quantize(weight, "int4")
+    assert quantized.format == "int4_minimum"
+    simple = with_minimum(weight).dequantize()
+    assert (quantized.dequantize() - weight).norm() < 0.95 * (simple - weight).norm()
+
+
 def test_groups_of_zeros_stay_zeros():
     weight = random(4, 96)
     weight[:, 32:64] = 0

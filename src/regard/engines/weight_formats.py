@@ -14,6 +14,7 @@ FORMATS = {"float32": 0, "bfloat16": 1, "int8": 2, "int4": 3, "int4_minimum": 4}
 BYTES = {"float32": 4, "bfloat16": 2, "int8": 34 / 32, "int4": 18 / 32, "int4_minimum": 20 / 32}  # per number
 CHOICES = ("float32", "bfloat16", "int8", "int4")  # formats that a float32 weight can be converted to
 _INT4_STEPS = 24  # scales tried per group
+_MINIMUM_FITS = 5  # scales and minimums tried per group
 _MINIMUM_GAIN = 0.7  # share of the symmetric error below which a minimum per group is worth its bytes
 LEAST_FACTOR = -125  # exponent of the least factor of float16 scales: their least step, 2^-24, becomes 2^-149
 _CHUNK = 1 << 22  # numbers quantised at a time
@@ -78,12 +79,30 @@ def _join(format: str, parts: list[tuple[Tensor, ...]]) -> Quantized:
 
 
 def _shift_rows(weight: Tensor, unit: float) -> tuple[Tensor, Tensor, Tensor]:
-    """Quantise to 16 steps from the least to the largest number of each group."""
+    """Quantise each group to 16 steps, at first from its least to its largest number.
+
+    Then, in turns, the scale and minimum with the least sum of squared differences for these numbers, and the nearest
+    numbers for that scale and minimum.
+    """
     K = weight.shape[1]
     groups = F.pad(weight / unit, (0, -K % GROUP), mode="replicate").unflatten(-1, (-1, GROUP))
+    mean = groups.mean(-1, keepdim=True)
     minimum = groups.amin(-1, keepdim=True).half().float()
     scale = ((groups.amax(-1, keepdim=True) - minimum) / 15).half().float()
-    numbers = torch.where(scale == 0, 0.0, (groups - minimum) / scale).round().clamp(0, 15)
+    best: tuple[Tensor, ...] = groups, scale, minimum
+    least = torch.full_like(scale, math.inf)
+    for _ in range(_MINIMUM_FITS):
+        numbers = torch.where(scale == 0, 0.0, (groups - minimum) / scale).round_().clamp_(0, 15)
+        error = (numbers * scale + minimum - groups).square_().sum(-1, keepdim=True)
+        best = tuple(map(torch.where, (error < least,) * 3, (numbers, scale, minimum), best))
+        least = torch.minimum(least, error)
+        middle = numbers.mean(-1, keepdim=True)
+        centred = numbers - middle
+        squares = centred.square().sum(-1, keepdim=True)
+        fitted = (centred * groups).sum(-1, keepdim=True) / squares
+        scale = torch.where(squares == 0, scale, fitted).half().float()
+        minimum = (mean - scale * middle).half().float()
+    numbers, scale, minimum = best
     return numbers.flatten(-2)[:, :K].to(torch.uint8), scale.squeeze(-1) * unit, minimum.squeeze(-1) * unit
 
 
