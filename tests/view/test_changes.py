@@ -6,6 +6,7 @@ import dataclasses
 import math
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from torch import Tensor, nn
@@ -247,6 +248,9 @@ def test_any_row_of_the_batch_is_shown(language: rg.models.LanguageModel) -> Non
     second = record.select(1)
     torch.testing.assert_close(second.weights(1), alone.weights(1))
     torch.testing.assert_close(second.attentions[1].map((3, 3)), alone.attentions[1].map((3, 3)))
+    whole = (0, 6), (0, 6), (6, 6)
+    scaled, expected = record.attentions[1].window(0, *whole, 1, scaled=True), alone.window(1, 0, *whole, scaled=True)
+    np.testing.assert_allclose(scaled.weights, expected.weights, rtol=1e-6)
     ours, theirs = (each.document.about["attentions"][0]["means"] for each in (second, alone))
     assert all(ours[name] == pytest.approx(theirs[name], rel=1e-9) for name in theirs)
     assert record.document.about["attentions"][0]["means"] != second.document.about["attentions"][0]["means"]

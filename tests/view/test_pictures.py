@@ -14,7 +14,7 @@ import torch
 from matplotlib import pyplot as plt
 
 import regard as rg
-from regard.view import capture_image, pictures, token_labels
+from regard.view import capture, capture_image, pictures, token_labels
 from regard.view.token_labels import font_families, label
 from tests.view.models import attended, translated
 
@@ -81,6 +81,16 @@ def test_a_profile_shows_means() -> None:
     np.testing.assert_allclose(actual, torch.stack(expected), atol=1e-6)
     with pytest.raises(ValueError, match="measure must be one of entropy, distance, max_logit, first, but is 'x'"):
         pictures.profile(record, "x")
+
+
+def test_a_profile_shows_the_batch_row_that_is_selected() -> None:
+    torch.manual_seed(0)
+    model = rg.models.TextEncoder(rg.models.TextConfig(100, d_model=32, layers=2, heads=4, d_hidden=64)).eval()
+    with torch.no_grad(), capture(model) as record:
+        model(torch.randint(100, (2, 9)))
+    actual = pictures.profile(record.select(1), "first").images[0].get_array()
+    expected = [record.weights(n, batch=1)[:, :, 0].mean(-1) for n in (0, 1)]
+    np.testing.assert_allclose(actual, torch.stack(expected), atol=1e-6)
 
 
 def test_an_alignment_frames_the_largest_weights() -> None:

@@ -15,7 +15,7 @@ pytest.importorskip("starlette")
 from starlette.testclient import TestClient
 
 import regard as rg
-from regard.view import Record, capture, server
+from regard.view import Record, capture, server, workspace
 from regard.view.server import BODY, Session, application
 
 HOST = "http://127.0.0.1:8765"
@@ -199,6 +199,23 @@ def test_experiments_have_records_of_their_own(client: TestClient) -> None:
     assert result["kind"] == "vectors"
     assert 0 < result["similarity"] < 1
     assert client.post("/api/window", json=window(record=record, scaled=1)).status_code == 422
+
+
+def test_large_results_are_dropped_early(session: Session, monkeypatch: pytest.MonkeyPatch) -> None:
+    held, record = workspace.Workspace(), session.record
+    captured = record.attentions[0]
+    query = captured.calls[0].query
+    size = 3 * query.nbytes + sum(each.nbytes for each in captured._maps.values())
+    if record.output is not None:
+        size += record.output.values.nbytes
+    monkeypatch.setattr(workspace, "MAX_BYTES", 3 * size)
+    names = [held.add(record, "", derived=True).id for _ in range(3)]
+    held.find(names[0])  # used again, so it is not the first to be dropped
+    last = held.add(record, "", derived=True).id
+    assert list(held.derived) == [names[2], names[0], last]
+    monkeypatch.setattr(workspace, "MAX_BYTES", 1)
+    newest = held.add(record, "", derived=True).id
+    assert list(held.derived) == [last, newest]
 
 
 def test_texts_have_limits(client: TestClient) -> None:

@@ -89,8 +89,8 @@ class CapturedAttention:
 
     @property
     def nbytes(self) -> int:
-        """Bytes of the stored queries, keys and values."""
-        stored = sum(each.nbytes for each in (self._keys, self._values) if each is not None)
+        """Bytes of the stored queries, keys, values and maps."""
+        stored = sum(each.nbytes for each in (self._keys, self._values, *self._maps.values()) if each is not None)
         return stored + sum(call.query.nbytes for call in self.calls)
 
     @property
@@ -234,11 +234,11 @@ class CapturedAttention:
         assert self._values is not None
         return self._values[:, :, call.first : call.stop]
 
-    def value_lengths(self, head: int) -> Tensor:
-        """Return the Euclidean length of the value of each key, (K,), in a head of the inspected batch row."""
+    def value_lengths(self, head: int, batch: int | None = None) -> Tensor:
+        """Return the Euclidean length of the value of each key, (K,), in a head of one batch row."""
         assert self._values is not None
         group = head * self._values.shape[1] // self.heads
-        return self._values[self.row, group, : self.K].double().norm(dim=-1)
+        return self._values[self.row if batch is None else batch, group, : self.K].double().norm(dim=-1)
 
     def _problem(self, call: CapturedCall) -> Problem:
         return call.attend.problem(call.query, self.key(call))
@@ -393,7 +393,7 @@ class CapturedAttention:
                 "the values of this attention depend on the query, by their relative part, so that a key has no one "
                 "length; explain_weight gives it for a pair"
             )
-        lengths = self.value_lengths(head)[left:right].float() if scaled else 1.0
+        lengths = self.value_lengths(head, batch)[left:right].float() if scaled else 1.0
         if (bottom - top) * (right - left) <= DIRECT:
             result = pool((self._window_weights(head, (top, bottom), (left, right), batch) * lengths)[None], size)[0]
         elif scaled:

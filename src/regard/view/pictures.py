@@ -199,8 +199,8 @@ def profile(record: Record, measure: str = "entropy", kind: Kind | None = None, 
     across = len(heads)
     table = np.full((len(attentions), across), np.nan)
     for n, captured in enumerate(attentions):
-        has_keys = captured.statistics.max_logit[0].isfinite()
-        means = take(captured)[0].float().masked_fill(~has_keys, torch.nan).nanmean(-1)
+        has_keys = captured.statistics.max_logit[captured.row].isfinite()
+        means = take(captured)[captured.row].float().masked_fill(~has_keys, torch.nan).nanmean(-1)
         for head in record.displayed_heads(captured):
             table[n, heads.index(head)] = means[head]
     ax = _axes(ax, (2.5 + 0.55 * across, 1.5 + 0.4 * len(attentions)))

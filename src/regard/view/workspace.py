@@ -20,6 +20,7 @@ CELLS = 1 << 22  # most cells of a window
 LIVE = 3_000_000  # bytes of a document; the page requests further weights as windows
 MAX_RECORDS = 4  # recent texts to keep, since other tabs may still show them
 MAX_DERIVED = 16  # recent results of experiments to keep
+MAX_BYTES = 2 << 30  # of texts, and of results, to keep; the last two are kept however large they are
 MAX_CHANGES = 256
 TOP = 8  # most likely tokens of each of two outputs
 WINDOW = "expected {record, attention, head, rows: [start, stop], columns: [start, stop], size: [rows, columns]}"
@@ -69,7 +70,7 @@ class Workspace:
         records, most = (self.derived, MAX_DERIVED) if derived else (self.records, MAX_RECORDS)
         with self.lock:
             records[held.id] = held
-            while len(records) > most:
+            while len(records) > most or (len(records) > 2 and sum(map(_nbytes, records.values())) > MAX_BYTES):
                 del records[next(iter(records))]
         return held
 
@@ -239,6 +240,12 @@ def label(record: Record, index: int) -> str:
     if output.kind == "classes":
         return output.labels[index] if output.labels else f"class {index}"
     return f"#{index}" if record.tokenizer is None else token_texts(record.tokenizer, [index])[0][0]
+
+
+def _nbytes(held: HeldRecord) -> int:
+    """Return the bytes of the tensors of a record."""
+    output = held.record.output
+    return sum(captured.nbytes for captured in held.record.attentions) + (0 if output is None else output.values.nbytes)
 
 
 def _whole(value: Any) -> int:
