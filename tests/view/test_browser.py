@@ -6,6 +6,7 @@ import re
 from collections.abc import Callable
 from itertools import pairwise
 from pathlib import Path
+from typing import Any
 from xml.etree import ElementTree
 
 import pytest
@@ -67,6 +68,27 @@ def test_equal_weights_have_one_colour(tab: Open) -> None:
         return [...new Set(new Uint32Array(data.buffer))] }"""
     )
     assert len(colours) == 1
+
+
+def test_a_role_or_layer_that_another_kind_does_not_have_hides_none_of_its_heads(tab: Open) -> None:
+    opened = tab("translation", "named=induction&only=1")
+    assert len(opened.texts(".thumb")) == 1
+    opened.page.click("[data-key=cross]")
+    opened.page.wait_for_function("() => document.querySelector('.count').textContent === '4 of 8 heads'")
+    opened.page.click("[data-key=encoder]")
+    opened.page.select_option(".controls select >> nth=4", "2")
+    opened.page.click("[data-key=cross]")
+    opened.page.wait_for_function("() => document.querySelector('.count').textContent === '8 of 8 heads'")
+
+
+def test_the_legend_fits_into_a_narrow_window(browser: Any, addresses: dict[str, str]) -> None:
+    opened = Tab(browser)
+    opened.page.set_viewport_size({"width": 420, "height": 800})
+    opened.open(addresses["translation"], "view=map")
+    opened.plot()
+    right = opened.page.eval_on_selector(".legend", "(one) => one.getBoundingClientRect().right")
+    opened.context.close()
+    assert right <= 420
 
 
 def test_a_cell_of_the_map_shows_its_weight(tab: Open, samples: dict[str, Sample]) -> None:

@@ -250,6 +250,23 @@ def test_a_link_restores_text_and_experiment(live: Callable[[str], Tab], base: R
         assert tab.texts(".chip") == []
 
 
+def test_a_copied_link_restores_the_text_of_every_view(live: Callable[[str], Tab], session: Session) -> None:
+    tab = live("view=map&attention=1&head=2")
+    text = "the dog saw a bird"
+    tab.page.fill("textarea", text)
+    tab.page.wait_for_function("() => document.querySelector('[data-stale]') === null", timeout=60_000)
+    tab.page.wait_for_timeout(400)
+    assert "text=" not in tab.page.evaluate("() => location.hash")
+    tab.page.click("[data-act=link]")
+    address = tab.page.evaluate("() => location.hash").removeprefix("#")
+    session.run(TEXT)
+    tab = live(address)
+    tab.page.wait_for_function(f"() => document.querySelector('textarea').value === '{text}'")
+    settle(tab)
+    tab.page.wait_for_selector("canvas.plane")
+    check_map(tab, "left", look(text).weights(1, 2))
+
+
 def test_other_heads_texts_and_models_side_by_side(live: Callable[[str], Tab], base: Record) -> None:
     tab = live("view=experiment&attention=1&head=2&compare=head&second=0-1")
     check_map(tab, "right", base.weights(0, 1))

@@ -29,7 +29,7 @@ def document() -> Sample:
 
 
 def record(document: Sample) -> Any:
-    return SimpleNamespace(document=document, window=document.window, text="")
+    return SimpleNamespace(changes=(), document=document, window=document.window, text="")
 
 
 @pytest.fixture

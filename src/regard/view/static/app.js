@@ -164,7 +164,7 @@ export function start(root, source, { language = "en", address = false, keys = r
       }
     },
     async copyLink() {
-      updateAddress();
+      updateAddress(true);
       try {
         await navigator.clipboard.writeText(location.href);
         notify(app.t("link.copied"));
@@ -239,17 +239,18 @@ export function start(root, source, { language = "en", address = false, keys = r
     });
   }
 
-  const updateAddress = () => {
+  // complete: with the text of a live page, which the address otherwise names only for experiments.
+  const updateAddress = (complete = false) => {
     if (!address) return;
     const { text, ...rest } = app.state;
-    const hash = toHash(app.source.canRun && app.state.view === "experiment" ? { ...rest, text } : rest);
+    const hash = toHash(app.source.canRun && (complete || app.state.view === "experiment") ? { ...rest, text } : rest);
     try {
       if (location.hash.slice(1) !== hash) history.replaceState(null, "", `#${hash}`);
     } catch {
       // a frame without a URL
     }
   };
-  const updateAddressSoon = debounce(updateAddress, 150);
+  const updateAddressSoon = debounce(() => updateAddress(), 150);
 
   function update() {
     const { view } = app.state;

@@ -118,6 +118,9 @@ export function fitState(state, about) {
     if (result.rows && result.rows[1] > Q) result.rows = result.columns = null;
     if (result.columns && result.columns[1] > K) result.rows = result.columns = null;
   }
+  const ofKind = all.filter(({ kind }) => kind === result.kind);
+  if (!ofKind.some(({ layer }) => String(layer) === result.only)) result.only = "";
+  if (!ofKind.some(({ found }) => found?.some(({ name }) => name === result.named))) result.named = "";
   if (!available(about).includes(result.view)) result.view = "heads";
   if (result.cell && (result.cell[0] >= Q || result.cell[1] >= K)) result.cell = null;
   if (result.second) {
