@@ -76,7 +76,7 @@ template <class T, class A> void clear_row(A* first, int64_t panel, int64_t colu
     for (int n = 0; n < NR<T>; ++n) clear_term(first + c / NR<T> * panel + n, row);
 }
 
-#if defined(__AVX512BF16__)
+#if defined(REGARD_PAIR_PRODUCTS)
 // Weights and gradients of m rows are rounded to bfloat16, as products over rows take them: in place, (row, row + 1) at the place
 // of every other row. Gradients also as products over keys do: `pairs` of neighbours, row after row.
 // Tiles take the rows of a strip that are not in use as well: they become zero.

@@ -2,6 +2,10 @@
 #include <stdlib.h>
 #include <string.h>
 
+#ifdef REGARD_HAS_NEONBF16
+#include <sys/auxv.h>
+#endif
+
 #include "kernels.h"
 #include "regard.h"
 
@@ -32,6 +36,12 @@
 #else
 #define REGARD_DO_AVX2(do)
 #endif
+#ifdef REGARD_HAS_NEONBF16
+#define REGARD_DO_NEONBF16(do) \
+  do (neonbf16)
+#else
+#define REGARD_DO_NEONBF16(do)
+#endif
 #ifdef REGARD_HAS_NEON
 #define REGARD_DO_NEON(do) \
   do (neon)
@@ -44,9 +54,10 @@
 #else
 #define REGARD_DO_BASELINE(do)
 #endif
-#define REGARD_ISAS(do) \
-  REGARD_DO_AMX(do)     \
-  REGARD_DO_AVX512BF16(do) REGARD_DO_AVX512(do) REGARD_DO_AVX2(do) REGARD_DO_NEON(do) REGARD_DO_BASELINE(do)
+#define REGARD_ISAS(do)    \
+  REGARD_DO_AMX(do)        \
+  REGARD_DO_AVX512BF16(do) \
+  REGARD_DO_AVX512(do) REGARD_DO_AVX2(do) REGARD_DO_NEONBF16(do) REGARD_DO_NEON(do) REGARD_DO_BASELINE(do)
 
 namespace regard {
 
@@ -77,6 +88,9 @@ bool cpu_has(const char* isa) {
   if (!strcmp(isa, "avx512"))
     return __builtin_cpu_supports("avx512f") && __builtin_cpu_supports("avx512bw") &&
            __builtin_cpu_supports("avx512dq") && __builtin_cpu_supports("avx512vl") && __builtin_cpu_supports("fma");
+#elif defined(REGARD_HAS_NEONBF16)
+  constexpr unsigned long bfloat16_products = 1ul << 14;  // HWCAP2_BF16, which older headers lack
+  if (!strcmp(isa, "neonbf16")) return getauxval(AT_HWCAP2) & bfloat16_products;
 #endif
   return !strcmp(isa, "baseline") || !strcmp(isa, "neon");
 }

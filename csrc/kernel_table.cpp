@@ -19,7 +19,7 @@ int dot_forward(const regard_dot&, const regard_dot_result&);
 int dot_backward(const regard_dot&, const regard_dot_gradient&);
 #if defined(__AMX_BF16__)
 using avx512bf16::packed_linear;
-#else
+#elif defined(__AVX512BF16__)
 int packed_linear(const regard_packed_linear&);
 #endif
 #else

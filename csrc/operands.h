@@ -2,10 +2,15 @@
 #pragma once
 #include "simd.h"
 
+#if defined(__AVX512BF16__) || defined(__ARM_FEATURE_BF16_VECTOR_ARITHMETIC)
+#define REGARD_PAIR_PRODUCTS
+#endif
+
 namespace regard::REGARD_ISA {
 
 // Two bfloat16 numbers that follow one another along the axis of a sum: an operand of the CPU's own products, which add both
-// to a float sum. The products of the pair are exact, each addition is rounded once, subnormal operands and sums count as zero.
+// to a float sum. The products of the pair are exact, each addition is rounded once (on ARM to odd: off by up to one unit in the
+// last place, not half of one), subnormal operands and sums count as zero.
 struct Pair {
   uint32_t bits;
 };
@@ -56,26 +61,39 @@ template <class T> REGARD_INLINE Vec<T> broadcast_operand(const T* x) { return b
 template <class V> REGARD_INLINE V product(V x, V y) { return x * y; }
 template <class V> REGARD_INLINE V add_product(V sum, V x, V y) { return sum + x * y; }
 
-#if defined(__AVX512BF16__)
+#if defined(REGARD_PAIR_PRODUCTS)
 REGARD_INLINE Vec<Pair> broadcast_operand(const Pair* x) {
   uint32_t bits;
   __builtin_memcpy(&bits, x, sizeof(bits));
   return Vec<Pair>{} + bits;
 }
+// to_pairs: rounded to nearest even, low[0], low[1], ... and then high[0], ...; subnormal numbers may become zero.
+#if defined(__AVX512BF16__)
 REGARD_INLINE VecF add_product(VecF sum, Vec<Pair> x, Vec<Pair> y) {
   return _mm512_dpbf16_ps(sum, bits_as<__m512bh>(x), bits_as<__m512bh>(y));
 }
+REGARD_INLINE Vec<Pair> to_pairs(VecF low, VecF high) { return bits_as<Vec<Pair>>(_mm512_cvtne2ps_pbh(high, low)); }
+#else
+REGARD_INLINE VecF add_product(VecF sum, Vec<Pair> x, Vec<Pair> y) {
+  return vbfdotq_f32(sum, bits_as<bfloat16x8_t>(x), bits_as<bfloat16x8_t>(y));
+}
+REGARD_INLINE Vec<Pair> to_pairs(VecF low, VecF high) {
+  return bits_as<Vec<Pair>>(vcvtq_high_bf16_f32(vcvtq_low_bf16_f32(low), high));
+}
+#endif
 REGARD_INLINE VecF product(Vec<Pair> x, Vec<Pair> y) { return add_product(VecF{}, x, y); }
 
-// Rounded to nearest even: low[0], low[1], ... and then high[0], ...; subnormal numbers become zero.
-REGARD_INLINE Vec<Pair> to_pairs(VecF low, VecF high) { return bits_as<Vec<Pair>>(_mm512_cvtne2ps_pbh(high, low)); }
+namespace detail {
+template <class V, int... I> REGARD_INLINE V zip_halves(V x, Indices<I...>) {
+  return __builtin_shufflevector(x, x, (I / 2 + I % 2 * int(sizeof...(I) / 2))...);
+}
+}  // namespace detail
 
 // The pairs (first[0], second[0]), (first[1], second[1]), ...
 REGARD_INLINE Vec<Pair> zip_pairs(VecF first, VecF second) {
   typedef uint16_t Halves __attribute__((vector_size(vector_bytes)));
   const Halves x = bits_as<Halves>(to_pairs(first, second));
-  return bits_as<Vec<Pair>>(__builtin_shufflevector(x, x, 0, 16, 1, 17, 2, 18, 3, 19, 4, 20, 5, 21, 6, 22, 7, 23, 8, 24,
-                                                    9, 25, 10, 26, 11, 27, 12, 28, 13, 29, 14, 30, 15, 31));
+  return bits_as<Vec<Pair>>(detail::zip_halves(x, typename detail::Count<2 * lanes<Pair>>::type{}));
 }
 #endif
 

@@ -3,7 +3,7 @@
 #include "pack.h"
 #include "softmax.h"
 
-#if defined(__AVX512BF16__)
+#if defined(REGARD_PAIR_PRODUCTS)
 
 namespace regard::REGARD_ISA {
 
@@ -132,13 +132,15 @@ inline __attribute__((noinline)) bool pack_strip(const RowPointers& x, Pair* out
 #else
 // MR rows side by side: out[column / 2][MR]. Returns whether NaN or an infinity was met.
 inline __attribute__((noinline)) bool pack_strip(const RowPointers& x, Pair* out) {
-  static_assert(MR <= lanes<Pair>);
+  constexpr int L = lanes<Pair>;
+  static_assert(MR <= L || MR % L == 0);
   NonFinitePairs watch;
-  // A store of a whole vector runs into the next column, which is stored later.
-  transpose_words(x.columns, MR, out, MR, [&](int r, int64_t c) __attribute__((always_inline)) {
-    const bfloat16* row = (const bfloat16*)x.row[r];
-    return watch(load_halves<Word>(row ? row + c * x.column_stride : nullptr, x.column_stride, x.columns - c));
-  });
+  // Where MR < L a store of a whole vector runs into the next column, which is stored later.
+  for (int first = 0; first < MR; first += L)
+    transpose_words(x.columns, least(MR, L), out + first, MR, [&](int r, int64_t c) __attribute__((always_inline)) {
+      const bfloat16* row = (const bfloat16*)x.row[first + r];
+      return watch(load_halves<Word>(row ? row + c * x.column_stride : nullptr, x.column_stride, x.columns - c));
+    });
   return watch.bad();
 }
 

@@ -18,7 +18,7 @@ void PairScore::fill(int64_t, int rows, Panels panels, const Pair* strip, const 
 
 void PairScore::fill_direct(int, Panels, const Pair*, int64_t, const Pair*, float*, int64_t) const {}  // never in place
 
-#elif defined(__AVX512BF16__)
+#elif defined(REGARD_PAIR_PRODUCTS)
 
 void PairScore::fill(int64_t, int rows, Panels panels, const Pair* strip, const Pair* transposed, float* scores,
                      int64_t stride) const {

@@ -43,7 +43,7 @@ template <class T> struct DotScore {
   void store_sums(const regard_tensor&, int64_t, int64_t, const T*, T) const {}
 };
 
-#if defined(__AVX512BF16__)
+#if defined(REGARD_PAIR_PRODUCTS)
 // q . k of bfloat16 numbers by the CPU's own products; the sums are multiplied by the scale, unless the caller does it.
 struct PairScore {
   using Operand = Pair;
@@ -175,7 +175,7 @@ template <class T, class S> struct Kind {
   using Score = S;
 };
 template <class F> int with_score(const regard_dot& p, F&& f) {
-#if defined(__AVX512BF16__)
+#if defined(REGARD_PAIR_PRODUCTS)
   (void)p;  // other problems are those of the instruction set that this one extends
   return f(Kind<float, PairScore>{});
 #else

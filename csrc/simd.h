@@ -208,7 +208,7 @@ template <class I> REGARD_INLINE bool any_lane(I mask) {
 
 // Bit i is set where lane i of the mask of a comparison is.
 template <class I> REGARD_INLINE uint32_t lane_bits(I mask) {
-  constexpr bool wide = sizeof(mask[0]) == 8;
+  [[maybe_unused]] constexpr bool wide = sizeof(mask[0]) == 8;
 #if defined(__AVX512F__)
   if constexpr (wide) return _mm512_test_epi64_mask(bits_as<__m512i>(mask), bits_as<__m512i>(mask));
   else return _mm512_test_epi32_mask(bits_as<__m512i>(mask), bits_as<__m512i>(mask));

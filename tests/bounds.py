@@ -7,6 +7,7 @@ arithmetic, `h` that of the dtype in which tensors are stored.
 
 from __future__ import annotations
 
+import platform
 from dataclasses import dataclass
 from typing import Any
 
@@ -60,6 +61,8 @@ class Rounding:
         arithmetic = torch.finfo(torch.float64 if dtype == torch.float64 else torch.float32)
         stored = torch.finfo(dtype)
         self.u, self.h = arithmetic.eps / 2, stored.eps / 2
+        if pairs and platform.machine() == "aarch64":  # BFDOT rounds sums to odd
+            self.u *= 2
         self.lowered = self.h if stored.bits == 16 else 0.0  # unit vectors and scaled queries are stored once more
         self.tiny = 64 * arithmetic.tiny  # error of an underflow, with a margin
         self.smallest = stored.tiny * stored.eps / 2  # half of the least number: the error of an underflow

@@ -35,5 +35,5 @@ def test_it_reports_why_the_kernels_are_missing() -> None:
 def test_it_reports_how_bfloat16_numbers_are_multiplied() -> None:
     for isa in native.build_info().get("compiled for", "").split():
         info = run_info(REGARD_ISA=isa)  # one that the CPU lacks is not taken
-        own = info["instruction set"] in ("amx", "avx512bf16")
+        own = info["instruction set"] in ("amx", "avx512bf16", "neonbf16")
         assert info["bfloat16"] == ("multiplied by the CPU's own instructions" if own else "multiplied as float32")

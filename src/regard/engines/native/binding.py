@@ -22,7 +22,7 @@ INTERFACE = 13  # version of the interface, in csrc/regard.h
 DTYPES = {torch.float32: 0, torch.float64: 1, torch.bfloat16: 2, torch.float16: 3, torch.int8: 4}
 NO_MASK, INTERVALS, TILES = 0, 1, 2  # kinds of a problem's mask
 CHECKPOINT = 512  # tokens between the checkpoints of a recurrence
-BFLOAT16_PRODUCTS = ("amx", "avx512bf16")  # instruction sets that multiply bfloat16 numbers
+BFLOAT16_PRODUCTS = ("amx", "avx512bf16", "neonbf16")  # instruction sets that multiply bfloat16 numbers
 INTEGER_PRODUCTS = ("amx", "avx512bf16")  # and int8 numbers
 _ERRORS = {
     -1: (MemoryError, "the native engine could not allocate memory; use fewer threads or shorter sequences"),
