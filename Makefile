@@ -15,7 +15,7 @@ DATA    ?= ../shared/data
 MINUTES ?= 30
 SEED    ?= $(shell date +%s)
 
-.PHONY: demo test coverage real-weights architectures triton gpu-compile lint format docs sanitize mutants tooltips fuzz differential lab-seeds bench bench-quick results wheel findings clean
+.PHONY: demo test coverage real-weights architectures triton gpu-compile lint format docs sanitize kernels-test aarch64 mutants tooltips fuzz differential lab-seeds bench bench-quick results wheel findings clean
 
 demo: $(RUN)
 	$(BIN)/python examples/demo.py
@@ -30,7 +30,7 @@ coverage: $(READY)
 lint: $(READY)
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
-	$(BIN)/clang-format --dry-run -Werror csrc/*
+	$(BIN)/clang-format --dry-run -Werror csrc/* tests/kernels/*.h tests/kernels/*.cpp
 	$(BIN)/python -m tools.style
 	$(BIN)/mypy
 	MYPYPATH=src $(BIN)/mypy --config-file= --strict --follow-imports=silent tests/typed/user.py
@@ -38,7 +38,7 @@ lint: $(READY)
 format: $(READY)
 	$(BIN)/ruff check --fix .
 	$(BIN)/ruff format .
-	$(BIN)/clang-format -i csrc/*
+	$(BIN)/clang-format -i csrc/* tests/kernels/*.h tests/kernels/*.cpp
 
 # The site, into site/: every page, link and docstring; a warning is an error.
 docs: $(READY)
@@ -47,6 +47,18 @@ docs: $(READY)
 # The kernels' tests on a build that reports every read out of bounds and every overflow.
 sanitize: $(READY)
 	$(BIN)/python -m tools.sanitize
+
+# The kernels against plain loops, in C++ alone: every instruction set of this CPU.
+kernels-test: $(READY)
+	$(BIN)/cmake -G Ninja -S . -B build/kernels -DREGARD_TESTS=ON
+	$(BIN)/cmake --build build/kernels --target run_kernels_test
+
+# The same for ARM (NEON, and with BF16), cross-compiled and emulated. Debian: apt install g++-aarch64-linux-gnu qemu-user.
+EMULATOR := qemu-aarch64;-cpu;max;-L;/usr/aarch64-linux-gnu
+aarch64: $(READY)
+	$(BIN)/cmake -G Ninja -S . -B build/aarch64 -DREGARD_TESTS=ON -DCMAKE_SYSTEM_NAME=Linux -DCMAKE_SYSTEM_PROCESSOR=aarch64 \
+	  -DCMAKE_CXX_COMPILER=aarch64-linux-gnu-g++ "-DCMAKE_CROSSCOMPILING_EMULATOR=$(EMULATOR)"
+	$(BIN)/cmake --build build/aarch64 --target run_kernels_test
 
 # Mutation testing: bugs planted in masks, tiles and the binding of the kernels, which the tests must detect.
 mutants: $(READY)
