@@ -91,6 +91,24 @@ def test_a_short_vector_of_one_component_has_no_gradient_beyond_rounding(
     assert max(x.abs().max() for x in (by_query, by_key)) < cosine_error(length)
 
 
+@pytest.mark.parametrize("engine", ["native", "tiled", "sdpa", "reference"])
+def test_expanded_tensors_have_second_derivatives(engine: str) -> None:
+    tensors = [
+        normal(2, 2, 5, 4),
+        *(normal(*shape, seed=9).expand(2, 2, 5, 4) for shape in [(1, 2, 5, 4), (2, 2, 1, 4)]),
+    ]
+    tensors = [x.requires_grad_() for x in tensors]
+    query, key, value = tensors
+    expected = second_gradients(torch.softmax(query @ key.mT / 2, -1) @ value, tensors)
+    actual = second_gradients(rg.attention(query, key, value, engine=engine), tensors)
+    torch.testing.assert_close(actual, expected, rtol=0, atol=1e-10)
+
+
+def second_gradients(output: Tensor, tensors: list[Tensor]) -> list[Tensor]:
+    grads = torch.autograd.grad(output, tensors, normal(*output.shape, seed=50), create_graph=True)
+    return list(torch.autograd.grad(grads, tensors, like(tensors, 60)))
+
+
 @pytest.mark.parametrize("engine", ["native", "tiled", "sdpa"])
 def test_what_is_not_finite_and_masked_has_no_part(engine: str) -> None:
     query, key, value = normal(2, 2, 5, 4), normal(2, 2, 40, 4, seed=1), normal(2, 2, 40, 4, seed=2)

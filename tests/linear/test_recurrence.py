@@ -92,6 +92,22 @@ def test_derivatives_are_those_of_finite_differences(decay, beta):
     assert torch.autograd.gradgradcheck(call, leaves, fast_mode=True)
 
 
+@pytest.mark.parametrize(("decay", "beta"), KINDS)
+def test_expanded_tensors_have_second_derivatives(decay, beta):
+    inputs = draw_recurrence(2, 5, 3, 2, (2, 2, 2), decay, beta, True)
+    inputs[1] = inputs[1][:1].expand(2, -1, -1, -1)
+    leaves = [x.requires_grad_() for x in inputs if x is not None]
+
+    def second(function):
+        output, state = function(*inputs)
+        loss = (output.sin() * output).sum() + state.square().sum()
+        weights = torch.Generator().manual_seed(3)
+        grads = torch.autograd.grad(loss, leaves, create_graph=True)
+        return torch.autograd.grad(grads, leaves, [torch.randn(x.shape, generator=weights).to(x) for x in grads])
+
+    assert_equal(second(run_recurrence), second(recurrence), 1e-10)
+
+
 @pytest.mark.parametrize("bad", [math.nan, math.inf])
 @pytest.mark.parametrize(("decay", "beta"), KINDS)
 @pytest.mark.parametrize("function", [run_recurrence, scan], ids=["kernel", "torch"])

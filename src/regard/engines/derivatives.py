@@ -167,8 +167,11 @@ def push_forward(
     """Return the results of a function of torch's operators, followed by their tangents (zeros if None)."""
     level = forward_ad.dual_level() if forward_ad._current_level < 0 else nullcontext()
     with level, forward_ad._set_fwd_grad_enabled(True), torch.no_grad():
+        # torch gives a tangent the strides of its tensor, which it cannot do for an expanded one: hence contiguous.
         duals = [
-            tensor if tensor is None or tangent is None else forward_ad.make_dual(tensor.detach(), tangent.to(tensor))
+            tensor
+            if tensor is None or tangent is None
+            else forward_ad.make_dual(tensor.detach().contiguous(), tangent.to(tensor))
             for tensor, tangent in zip(map(primal_of, tensors), map(primal_of, tangents), strict=True)
         ]
         pairs = [forward_ad.unpack_dual(result) for result in function(duals)]
