@@ -21,7 +21,7 @@ from typing import Any
 import torch
 
 import regard as rg
-from regard.engines.triton import launch
+from regard.engines.triton import launch, linear
 from regard.engines.triton.attention import forward
 from regard.engines.triton.engine import prepare
 from regard.engines.triton.gradients import backward
@@ -46,6 +46,13 @@ def cases(width: int) -> dict[str, rg.Attention]:
         "dropout": rg.Attention(dropout=0.1),
         "additive": rg.Attention(score=rg.Additive(torch.randn(width))),
     }
+
+
+LINEAR_CASES = {  # decay and whether there is a beta
+    "linear": (None, False),
+    "gated delta rule": ("head", True),
+    "decay per channel": ("channel", False),
+}
 
 
 @dataclass
@@ -115,6 +122,33 @@ def compile_case(target: str, case: str, attend: rg.Attention, width: int, dtype
     return [measure(target, kernel, compiled, case, width) for kernel, compiled in result]
 
 
+def draw_recurrence(
+    heads: int, tokens: int, d: int, e: int, kind: tuple[str | None, bool], dtype: torch.dtype, state: bool = False
+) -> linear.Inputs:
+    """Return the inputs of a recurrence of linear attention, all zero."""
+    shape = 1, heads, tokens
+    decay = None if kind[0] is None else torch.zeros(shape if kind[0] == "head" else (*shape, d))
+    return (
+        torch.zeros(*shape, d, dtype=dtype), torch.zeros(*shape, d, dtype=dtype), torch.zeros(*shape, e, dtype=dtype),
+        decay, torch.zeros(shape) if kind[1] else None, torch.zeros(1, heads, d, e) if state else None,
+    )  # fmt: skip
+
+
+def run_recurrence(inputs: linear.Inputs) -> None:
+    """Forward and backward."""
+    heads, state = inputs[0].shape[1], inputs[5]
+    _, final, saved = linear.recurrence_forward(inputs, heads, True)
+    linear.recurrence_backward(inputs, heads, saved, inputs[2], None if state is None else final)
+
+
+def compile_linear(target: str, case: str, width: int, dtype: torch.dtype) -> list[Compiled]:
+    inputs = draw_recurrence(2, N, width, width, LINEAR_CASES[case], dtype)
+    with compiled_for(target) as result:
+        run_recurrence(inputs)
+    first = dict(reversed(result))  # the backward repeats kernels of the forward
+    return [measure(target, kernel, first[kernel], case, width) for kernel in LINEAR_KERNELS]
+
+
 def measure(target: str, kernel: str, compiled: Any, case: str, width: int) -> Compiled:
     if target.startswith("gfx"):
         code = compiled.asm["amdgcn"]
@@ -156,24 +190,33 @@ def faults(row: Compiled) -> list[str]:
     strict = row.target in ("sm_90", "sm_100") or (row.target == "sm_80" and row.kernel == "forward_kernel")
     if row.spills and strict:
         result.append(f"spills {row.spills} bytes")
-    if not row.tensor_cores:
+    by_pairs = row.kernel == "pairs_kernel" and row.case == "decay per channel"
+    if not row.tensor_cores and not by_pairs:
         result.append("uses no tensor cores")
     return result
 
 
-KERNELS = ("forward_kernel", "query_gradient_kernel", "key_gradient_kernel")
+KERNELS = {
+    "forward_kernel": "forward",
+    "query_gradient_kernel": "query gradient",
+    "key_gradient_kernel": "key gradient",
+}
+LINEAR_KERNELS = {
+    "pairs_kernel": "products of a chunk",
+    "walk_kernel": "forward",
+    "walk_back_kernel": "backward",
+    "linear_gradient_kernel": "gradients of a chunk",
+}
 
 
-def table(rows: list[Compiled]) -> str:
+def table(rows: list[Compiled], kernels: dict[str, str]) -> str:
     """Return a line for each GPU, case and width: registers, spilled bytes, shared memory, tensor-core instructions."""
-    lines = [
-        "| GPU | case | width | forward | query gradient | key gradient |",
-        "| --- | --- | --- | --- | --- | --- |",
-    ]
+    columns = ["GPU", "case", "width", *kernels.values()]
+    lines = [f"| {' | '.join(columns)} |", f"| {' | '.join('---' for _ in columns)} |"]
     by_kernel = {(row.target, row.case, row.width, row.kernel): row for row in rows}
     for target, case, width in dict.fromkeys(key[:3] for key in by_kernel):
         cells = [target, case, str(width)]
-        for kernel in KERNELS:
+        for kernel in kernels:
             row = by_kernel[target, case, width, kernel]
             spilled = f"**{row.spills}**" if row.spills else "0"
             cells.append(f"{row.registers}, {spilled}, {row.shared / 1024:.0f} KB, {row.tensor_cores}")
@@ -190,17 +233,27 @@ def main() -> int:
     if os.environ.get("TRITON_INTERPRET"):
         raise SystemExit("unset TRITON_INTERPRET: the interpreter compiles nothing")
     rows: list[Compiled] = []
+    linear_rows: list[Compiled] = []
     failed = False
+
+    def report(some: list[Compiled]) -> list[Compiled]:
+        nonlocal failed
+        for row in some:
+            reasons = faults(row)
+            failed = failed or bool(reasons)
+            print(*vars(row).values(), "; ".join(reasons), flush=True)
+        return some
+
     for target in TARGETS if chosen.only is None else (chosen.only,):
         for width in (64, 128) if chosen.width is None else (chosen.width,):
             for case, attend in cases(width).items():
                 if chosen.case in (None, case):
-                    for row in compile_case(target, case, attend, width, torch.bfloat16):
-                        rows.append(row)
-                        reasons = faults(row)
-                        failed = failed or bool(reasons)
-                        print(*vars(row).values(), "; ".join(reasons), flush=True)
-    print(table(rows))
+                    rows += report(compile_case(target, case, attend, width, torch.bfloat16))
+            for case in LINEAR_CASES:
+                if chosen.case in (None, case):
+                    linear_rows += report(compile_linear(target, case, width, torch.bfloat16))
+    print(table(rows, KERNELS))
+    print(table(linear_rows, LINEAR_KERNELS))
     return 1 if failed else 0
 
 

@@ -22,7 +22,7 @@ from regard.engines.triton.attention import forward
 from regard.engines.triton.engine import prepare
 from regard.engines.triton.forward_mode import jvp
 from regard.engines.triton.gradients import backward
-from tools.gpu_compile import TARGETS, compiled_for
+from tools.gpu_compile import TARGETS, compiled_for, draw_recurrence, run_recurrence
 
 H, N = 2, 300
 Shape = tuple[int, int, int, int]  # B, heads, tokens, width
@@ -63,6 +63,17 @@ FEATURES: dict[str, tuple[Callable[[], dict[str, Any]], tuple[Shape, Shape], tor
     "one key": (lambda: {"mask": some(), "bias": table(1, 1, N, 1), "dropout": 0.1}, ONE_KEY, torch.float32),
 }  # fmt: skip
 
+# Decay and beta, tokens, D, E, dtype
+RECURRENCES: dict[str, tuple[tuple[str | None, bool], tuple[int, int, int], torch.dtype]] = {
+    "linear": ((None, False), (N, 64, 65), torch.float32),
+    "delta rule": ((None, True), (N, 128, 128), torch.bfloat16),
+    "decay per head": (("head", False), (N, 256, 257), torch.float16),
+    "gated delta rule": (("head", True), (N, 64, 128), torch.bfloat16),
+    "decay per channel": (("channel", True), (N, 80, 48), torch.bfloat16),
+    "one token": (("channel", True), (1, 64, 64), torch.float32),
+    "one of all": (("head", True), (1, 1, 1), torch.float16),
+}
+
 
 class ParsedOnly(Exception):
     """Raised instead of compiling further."""
@@ -93,6 +104,17 @@ def ignore_stop(inner: Callable[..., None]) -> Callable[..., None]:
     return launch_kernel
 
 
+@contextmanager
+def compiling(target: str, parse: bool) -> Iterator[None]:
+    """Compile the kernels of calls within the context, and print them."""
+    with compiled_for(target) as result, parsing() if parse else nullcontext():
+        if parse:
+            launch.launch = ignore_stop(launch.launch)
+        yield
+    for kernel, compiled in result:
+        print(f"  {kernel}: {compiled.metadata.shared} bytes of shared memory", flush=True)
+
+
 def compile_feature(target: str, name: str, parse: bool) -> None:
     """Compile forward, backward and forward mode."""
     describe, (of_query, of_key), dtype = FEATURES[name]
@@ -103,14 +125,18 @@ def compile_feature(target: str, name: str, parse: bool) -> None:
     lse = torch.zeros(query.shape[:3])
     mass = torch.zeros((*query.shape[:3], 2 * fixed.sizes[0] + 1) if fixed.sizes[1] else (0,))
     given = [tensor is not None for tensor in x]
-    with compiled_for(target) as result, parsing() if parse else nullcontext():
-        if parse:
-            launch.launch = ignore_stop(launch.launch)
+    with compiling(target, parse):
         forward(x, fixed, layout)
         backward(x, fixed, layout, (query, lse, mass), (query, lse, mass if fixed.sizes[1] else None), given)
         jvp(x, fixed, layout, list(x))
-    for kernel, compiled in result:
-        print(f"  {kernel}: {compiled.metadata.shared} bytes of shared memory", flush=True)
+
+
+def compile_recurrence(target: str, name: str, parse: bool) -> None:
+    """Compile forward and backward of linear attention."""
+    kind, (tokens, d, e), dtype = RECURRENCES[name]
+    inputs = draw_recurrence(1 if tokens == 1 else H, tokens, d, e, kind, dtype, state=True)
+    with compiling(target, parse):
+        run_recurrence(inputs)
 
 
 def main(arguments: list[str] | None = None) -> int:
@@ -122,14 +148,15 @@ def main(arguments: list[str] | None = None) -> int:
         raise SystemExit("unset TRITON_INTERPRET: the interpreter compiles nothing")
     attention.processors = lambda device: 100  # type: ignore[assignment]  # for the number of parts of few queries
     failed = 0
-    for name in FEATURES:
+    features = [(name, compile_feature) for name in FEATURES] + [(name, compile_recurrence) for name in RECURRENCES]
+    for name, compile_one in features:
         print(name, flush=True)
         try:
-            compile_feature(chosen.only, name, chosen.parse)
+            compile_one(chosen.only, name, chosen.parse)
         except Exception as error:  # the others are compiled too
             failed += 1
             print(f"  FAILED: {type(error).__name__}: {error}", flush=True)
-    print(f"{failed} of {len(FEATURES)} features failed")
+    print(f"{failed} of {len(features)} features failed")
     return 1 if failed else 0
 
 

@@ -1,7 +1,7 @@
 """Linear attention by logarithms of features, every sum relative to its largest term.
 
 Nothing overflows, a row that sees a key never divides by zero, and a key does not affect the precision of queries that
-may not see it. On a CPU, causal calls use a fused kernel if it is as accurate on the features themselves.
+may not see it. Causal calls use kernels if they are as accurate on the features themselves.
 """
 
 from __future__ import annotations
@@ -16,7 +16,8 @@ from torch import Tensor
 
 from regard.engines import derivatives, native
 from regard.engines.tensor_memory import is_direct
-from regard.linear.features import Favor, elu_logs, feature_logs, lowest
+from regard.linear.features import Favor, apply_features, count_features, elu_logs, feature_logs, lowest
+from regard.linear.recurrence import kernels_for, run_recurrence, why_not_kernels
 
 _CHUNK = 64  # tokens within a chunk interact by products, chunks by states; a power of two
 
@@ -62,17 +63,15 @@ def attend_after(
 
 
 def _run_kernel(features: str | Favor, q: Tensor, k: Tensor, v: Tensor, real: Tensor | None) -> Tensor | None:
-    """Compute the causal call by the fused kernel, or return None if the kernel does not apply.
+    """Compute the causal call by kernels, or return None if they do not apply.
 
-    The kernel sums features, not logarithms. A query may be scaled by its largest feature, because the factor
+    They sum features, not logarithms. A query may be scaled by its largest feature, because the factor
     cancels; keys share one scale, and those far below it would be lost. So it is used only for features well
     within the range of float32, with full precision in every sum that they dominate.
     """
-    Q, K, tracing = q.shape[-2], k.shape[-2], torch.compiler.is_compiling()
-    if tracing or q.device.type != "cpu" or not 0 < K <= Q or not q.numel() * v.numel() or native.why_missing():
+    Q, K = q.shape[-2], k.shape[-2]
+    if not 0 < K <= Q or why_not_kernels(q, k, v, features=count_features(features, q.shape[-1])):
         return None
-    if derivatives.active_transforms() or derivatives.tangents_of((q, k, v)) is not None or not is_direct((q, k, v)):
-        return None  # torch's operators support all modes, and subclasses and modes see them
     queries, keys, values = q[:, :, Q - K :], k, v
     if real is not None:
         keys, values = torch.where(real, keys, 0), torch.where(real, values, 0)
@@ -91,9 +90,18 @@ def _run_kernel(features: str | Favor, q: Tensor, k: Tensor, v: Tensor, real: Te
         fits = _in_range(queries, -20, 1e4) and _in_range(keys, -20, 1e4)
     if not fits:
         return None
+    on_cpu = kernels_for(q.device) is native
+    if elu and not on_cpu:  # the other kernels take features only
+        dtype = torch.promote_types(q.dtype, torch.float32)
+        queries, keys = apply_features(features, queries.to(dtype), keys.to(dtype), True)
+        values, elu = values.to(dtype), False
     if real is not None:  # elu maps the lowest number to the feature 0
         keys = torch.where(real, keys, torch.finfo(keys.dtype).min if elu else 0)
-    output, _ = derivatives.apply(_NativeOperator(elu), queries, keys, values)
+    if on_cpu:
+        output, _ = derivatives.apply(_NativeOperator(elu), queries, keys, values)
+    else:
+        sums, _ = run_recurrence(queries, keys, F.pad(values, (0, 1), value=1.0), None, None, None)
+        output = _divide(sums)
     output = F.pad(output, (0, 0, Q - K, 0)) if K < Q else output
     return output.to(q.dtype)
 
@@ -249,8 +257,13 @@ def _prefix_states(states: LogState, past: LogState) -> LogState:
 
 def _output(sums: Tensor, q: Tensor) -> Tensor:
     """Convert sums (B, G, Q, H / G, E + 1) to the output, in the dtype of q."""
+    return _divide(sums).transpose(2, 3).flatten(1, 2).to(q.dtype)
+
+
+def _divide(sums: Tensor) -> Tensor:
+    """Divide sums (..., E + 1) by the sum of weights in their last column."""
     value, weight = sums[..., :-1], sums[..., -1:]
-    return (value / torch.where(weight == 0, 1, weight)).transpose(2, 3).flatten(1, 2).to(q.dtype)
+    return value / torch.where(weight == 0, 1, weight)
 
 
 def _map_state(function: Callable[[Tensor], Tensor], state: LogState) -> LogState:

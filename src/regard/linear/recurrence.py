@@ -7,19 +7,21 @@
 
 Tokens of a chunk interact by products, chunks by their state. A decay between two tokens is the exponential of the sum
 of the decays between them, never a quotient, so that any decay may be -inf: it clears the state. The compiled kernels
-(csrc/recurrence.h) and torch's operators compute the same; the latter have all derivatives.
+(csrc/recurrence.h, engines/triton/kernels/linear.py) and torch's operators compute the same; the latter have all
+derivatives.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from types import ModuleType
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from regard.engines import derivatives, native
+from regard.engines import derivatives, native, triton
 from regard.engines.tensor_memory import is_direct
 
 _CHUNK, _CHANNEL_CHUNK = 32, 16  # the products of a chunk with a decay per channel take O(chunk · D) memory per token
@@ -34,32 +36,46 @@ def run_recurrence(
     decay (B, H, N) or (B, H, N, D), beta (B, H, N), state (B, H, D, E): float32 at least.
     """
     inputs = query, key, value, decay, beta, state
-    if _why_not_native(inputs):
+    if why_not_kernels(*inputs):
         return scan(*inputs)
     save = torch.is_grad_enabled() and any(x is not None and x.requires_grad for x in inputs)
-    output, final, _ = derivatives.apply(_Recurrence(save), *inputs)
+    output, final, _ = derivatives.apply(_Recurrence(save, kernels_for(query.device)), *inputs)
     return output, final
 
 
-def _why_not_native(inputs: derivatives.Tensors) -> str:
-    query, _, value, *_ = inputs
+def why_not_kernels(
+    query: Tensor, key: Tensor, value: Tensor, *others: Tensor | None, features: int | None = None
+) -> str:
+    """Return why torch computes the recurrence of these tensors, or an empty string. features: of queries and keys."""
     if torch.compiler.is_compiling():
         return "the compiler traces torch's operators"
-    if query.device.type != "cpu":
-        return "the kernels run on a CPU"
     if not query.numel() * value.numel():
         return "there is nothing to compute"
-    given = [x for x in inputs if x is not None]
+    if _is_capturing(query):
+        return "a CUDA graph cannot check results"
+    given = [x for x in (query, key, value, *others) if x is not None]
     if derivatives.active_transforms() or derivatives.tangents_of(given) is not None or not is_direct(given):
         return "torch's operators support all modes, and subclasses and modes see them"
-    return native.why_missing()
+    if kernels_for(query.device) is native:
+        return native.why_missing()
+    return triton.why_not_recurrence(query, value, query.shape[-1] if features is None else features)
+
+
+def kernels_for(device: torch.device) -> ModuleType:
+    """Return `native` or `triton`, which compute on a device if they can."""
+    return native if device.type == "cpu" else triton
 
 
 def has_readable_values(*tensors: Tensor) -> bool:
     """Whether a decision may depend on the values of tensors: not if they are traced, transformed, fake or meta."""
     if torch.compiler.is_compiling() or derivatives.active_transforms() or tensors[0].is_meta:
         return False
-    return is_direct(tensors)
+    return is_direct(tensors) and not _is_capturing(tensors[0])
+
+
+def _is_capturing(tensor: Tensor) -> bool:
+    """Whether calls are recorded into a CUDA graph."""
+    return tensor.is_cuda and torch.cuda.is_current_stream_capturing()
 
 
 def head_count(*tensors: Tensor) -> int:
@@ -68,13 +84,21 @@ def head_count(*tensors: Tensor) -> int:
 
 @dataclass(frozen=True)
 class _Recurrence(derivatives.Operator):
-    """The compiled kernel."""
+    """The kernels of `native`, or those of `triton`."""
 
     save: bool  # whether to keep checkpoints for the gradients
+    kernels: ModuleType
     outputs = 2  # the third result are the checkpoints
 
     def compute(self, tensors: derivatives.Tensors) -> tuple[Tensor, ...]:
-        return native.recurrence_forward(tuple(tensors), head_count(*tensors[:3]), self.save)
+        results = self.kernels.recurrence_forward(tuple(tensors), head_count(*tensors[:3]), self.save)
+        return results if self._are_valid(results) else (*scan(*tensors), results[2])
+
+    def _are_valid(self, results: derivatives.Tensors) -> bool:
+        """Whether 0 · NaN may have occurred: the kernels for GPUs do not look for NaN and infinities."""
+        if self.kernels is native:
+            return True
+        return bool(torch.stack([x.isfinite().all() for x in results if x is not None]).all())
 
     def gradients(
         self,
@@ -86,18 +110,23 @@ class _Recurrence(derivatives.Operator):
         if all(grad is None for grad in grads):
             return [None] * len(tensors)
         if not is_direct([x for x in (*tensors, *results, *grads) if x is not None]):
-            with torch.enable_grad():
-                leaves = [None if x is None else x.detach().requires_grad_() for x in tensors]
-                results = self.differentiable(leaves, True)
-                pairs = [(x, grad) for x, grad in zip(results, grads, strict=True) if grad is not None]
-                inputs = [leaf for leaf in leaves if leaf is not None]
-                outputs, given = [x for x, _ in pairs], [grad for _, grad in pairs]
-                pulled = iter(torch.autograd.grad(outputs, inputs, given, allow_unused=True))
-                return [None if leaf is None else next(pulled) for leaf in leaves]
+            return self._gradients_by_torch(tensors, grads)
         heads = head_count(*tensors[:3])
-        grads_per_head = native.recurrence_backward(tuple(tensors), heads, results[2], *grads)
+        grads_per_head = self.kernels.recurrence_backward(tuple(tensors), heads, results[2], *grads)
+        if not self._are_valid(grads_per_head):
+            return self._gradients_by_torch(tensors, grads)
         shared = [_sum_heads(grad, x.shape[1]) for grad, x in zip(grads_per_head[:3], tensors[:3], strict=True)]
         return [*shared, *grads_per_head[3:]]
+
+    def _gradients_by_torch(self, tensors: derivatives.Tensors, grads: derivatives.Tensors) -> derivatives.Tensors:
+        with torch.enable_grad():
+            leaves = [None if x is None else x.detach().requires_grad_() for x in tensors]
+            results = self.differentiable(leaves, True)
+            pairs = [(x, grad) for x, grad in zip(results, grads, strict=True) if grad is not None]
+            inputs = [leaf for leaf in leaves if leaf is not None]
+            outputs, given = [x for x, _ in pairs], [grad for _, grad in pairs]
+            pulled = iter(torch.autograd.grad(outputs, inputs, given, allow_unused=True))
+            return [None if leaf is None else next(pulled) for leaf in leaves]
 
     def tangents(self, tensors: derivatives.Tensors, tangents: derivatives.Tensors) -> tuple[Tensor, ...]:
         moved = derivatives.push_forward(lambda given: self.differentiable(given, True), tensors, tangents)

@@ -26,6 +26,7 @@ def test_all_kernels_are_valid_for_a_compiler() -> None:
     )
     assert done.returncode == 0, done.stdout + done.stderr
     assert "bias_gradient_kernel" in done.stdout
+    assert "linear_gradient_kernel" in done.stdout
 
 
 def test_kernels_run_on_the_device_of_their_tensors(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -69,12 +70,12 @@ def test_tf32_is_read_from_the_newer_setting_too(monkeypatch: pytest.MonkeyPatch
     matmul = torch.backends.cuda.matmul
     before = matmul.fp32_precision
     try:
-        assert attention._precision() == "ieee"
+        assert attention.product_precision() == "ieee"
         matmul.fp32_precision = "tf32"  # after this, reading the older `allow_tf32` raises
-        assert attention._precision() == "tf32"
+        assert attention.product_precision() == "tf32"
         matmul.fp32_precision = before
         matmul.allow_tf32 = True
-        assert attention._precision() == "tf32"
+        assert attention.product_precision() == "tf32"
     finally:
         matmul.allow_tf32 = False
         matmul.fp32_precision = before

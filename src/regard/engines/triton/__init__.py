@@ -5,5 +5,15 @@ Importing this package does not import triton. On a CPU the kernels run in Trito
 
 from regard.engines.triton.availability import is_interpreted, why_missing
 from regard.engines.triton.engine import ENGINE, why_avoid, why_not
+from regard.engines.triton.linear import recurrence_backward, recurrence_forward, why_not_recurrence
 
-__all__ = ["ENGINE", "is_interpreted", "why_avoid", "why_missing", "why_not"]
+__all__ = [
+    "ENGINE",
+    "is_interpreted",
+    "recurrence_backward",
+    "recurrence_forward",
+    "why_avoid",
+    "why_missing",
+    "why_not",
+    "why_not_recurrence",
+]

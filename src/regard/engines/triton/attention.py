@@ -109,7 +109,7 @@ def architecture_of(backend: str, arch: int | str) -> str:
 
 
 def choose_blocks(table: Mapping[str, tuple[Blocks, ...]], x: LoweredTensors, layout: Layout) -> Blocks:
-    single = SINGLE if x.query.dtype == torch.float32 and _precision() == "ieee" else None
+    single = SINGLE if x.query.dtype == torch.float32 and product_precision() == "ieee" else None
     limit = single if x.weight is None else ADDITIVE_BACKWARD if table is BACKWARD else SINGLE
     width = max(x.query.shape[3], x.value.shape[3])
     return choose(table, architecture(x.query.device), width, without_cores=limit, tiles=len(layout.rows) == 5)
@@ -118,10 +118,10 @@ def choose_blocks(table: Mapping[str, tuple[Blocks, ...]], x: LoweredTensors, la
 def widths(x: LoweredTensors) -> dict[str, Any]:
     """Return the widths of blocks, powers of two, and the precision of products in float32."""
     d, e = (max(16, 1 << (n - 1).bit_length()) for n in (x.query.shape[3], x.value.shape[3]))
-    return {"BD": d, "BE": e, "PRECISION": _precision()}
+    return {"BD": d, "BE": e, "PRECISION": product_precision()}
 
 
-def _precision() -> str:
+def product_precision() -> str:
     if is_interpreted():
         return "interpreter"
     # `allow_tf32` raises where a program uses this newer setting

@@ -63,3 +63,47 @@ def choose(
     if tiles:
         blocks = blocks._replace(rows=min(blocks.rows, 64), keys=min(blocks.keys, 64))
     return blocks
+
+
+class RecurrenceBlocks(NamedTuple):
+    chunk: int  # tokens
+    columns: int  # of values and states
+    warps: int  # of kernels that walk along the tokens, with all channels
+    channels: int  # of queries and keys, in kernels that compute one chunk
+    chunk_warps: int
+
+    def walk_options(self) -> dict[str, Any]:
+        return {"C": self.chunk, "BE": self.columns, **_options(self.warps)}
+
+    def chunk_options(self) -> dict[str, Any]:
+        return {"C": self.chunk, "BD": self.channels, **_options(self.chunk_warps)}
+
+
+def _options(warps: int) -> dict[str, Any]:
+    return {"num_warps": warps, "num_stages": 1, "enable_fp_fusion": True}
+
+
+# For widths of queries and keys up to 64, up to 128 and up to 256.
+_LARGE, _AMD = RecurrenceBlocks(32, 32, 8, 64, 4), RecurrenceBlocks(32, 32, 4, 64, 4)
+RECURRENCE = {
+    "sm_80": (RecurrenceBlocks(64, 32, 4, 64, 8), RecurrenceBlocks(32, 32, 4, 64, 4), _LARGE),
+    "sm_90": (RecurrenceBlocks(64, 32, 4, 64, 8), RecurrenceBlocks(64, 32, 8, 64, 8), _LARGE),
+    "sm_100": (RecurrenceBlocks(64, 32, 4, 64, 8), RecurrenceBlocks(64, 32, 8, 64, 8), _LARGE),
+    "gfx9": (
+        RecurrenceBlocks(32, 32, 4, 64, 4),
+        RecurrenceBlocks(32, 32, 4, 64, 4),
+        RecurrenceBlocks(32, 16, 4, 32, 4),
+    ),
+    "interpreter": (RecurrenceBlocks(16, 32, 4, 32, 4),) * 3,
+}
+FEW_TOKENS = 16
+
+
+def choose_recurrence(architecture: str, tokens: int, width: int, *, short: bool) -> RecurrenceBlocks:
+    """Choose the blocks of the recurrence for queries and keys of this width.
+
+    short: chunks have at most 32 tokens, since their products do not use tensor cores.
+    """
+    blocks = RECURRENCE[architecture][0 if width <= 64 else 1 if width <= 128 else 2]
+    most = FEW_TOKENS if tokens <= FEW_TOKENS else 32 if short else blocks.chunk
+    return blocks._replace(chunk=min(blocks.chunk, most))
