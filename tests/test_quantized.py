@@ -191,6 +191,14 @@ def test_stored_numbers_of_another_form_or_with_gradients_raise() -> None:
             rg.QuantizedTensor(*parts, torch.float32)
 
 
+def test_inspections_ask_for_dequantized_keys() -> None:
+    query, key, value = tensors(2, 5, 8, 2, torch.float32, 0)
+    stored, _ = quantize(key, value, torch.int8)
+    for inspect in (rg.Attention().weights, rg.Attention().map, rg.Attention().statistics):
+        with pytest.raises(TypeError, match=r"key\.dequantize\(\)"):
+            inspect(query, stored)  # type: ignore[arg-type]
+
+
 def test_errors() -> None:
     with pytest.raises(ValueError, match=r"dtype of stored keys and values must be torch\.bfloat16"):
         Cache(dtype=torch.float64)

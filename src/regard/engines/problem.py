@@ -14,6 +14,7 @@ from regard.geometry import Frame, format_shape
 from regard.masks import Mask
 from regard.normalizations import DEFAULT_NORMALIZATION, Normalization, Softmax
 from regard.positions.biases import Bias, is_built_in
+from regard.quantized import QuantizedTensor
 from regard.scores import BUILT_IN, Score
 
 FLOATS = (torch.float32, torch.float64, torch.bfloat16, torch.float16)
@@ -188,7 +189,8 @@ def broadcast_batch(*tensors: Tensor) -> tuple[Tensor, ...]:
 
 def _check_tensor(name: str, tensor: Any) -> None:
     if not isinstance(tensor, Tensor):
-        raise TypeError(f"{name} must be a torch.Tensor, but is {type(tensor).__name__}; use torch.as_tensor")
+        convert = f"{name}.dequantize()" if isinstance(tensor, QuantizedTensor) else "torch.as_tensor"
+        raise TypeError(f"{name} must be a torch.Tensor, but is {type(tensor).__name__}; use {convert}")
     check_layout(name, tensor)
     if tensor.dtype not in FLOATS:
         raise TypeError(
