@@ -44,6 +44,17 @@ def test_flex_equals_the_reference(name: str) -> None:
         torch.testing.assert_close(a, b, rtol=1e-12, atol=1e-12)
 
 
+@pytest.mark.parametrize("name", ["query", "key", "value", "bias"])
+def test_views_with_the_negative_bit_are_read_with_their_sign(name: str) -> None:
+    def view(x: torch.Tensor) -> torch.Tensor:
+        return torch.complex(x, -x).conj().imag
+
+    tensors = {key: torch.randn(1, H, N, N if key == "bias" else D) for key in ("query", "key", "value", "bias")}
+    expected = rg.attention(**tensors, engine="flex")
+    assert view(tensors[name]).is_neg()
+    torch.testing.assert_close(rg.attention(**{**tensors, name: view(tensors[name])}, engine="flex"), expected)
+
+
 def test_flex_reports_why_it_cannot_compute() -> None:
     q, k, v = (torch.randn(1, 1, 4, 4, requires_grad=True) for _ in range(3))
     with pytest.raises(ValueError, match="cannot train on a CPU"):

@@ -64,6 +64,8 @@ def _attend(problem: Problem, query: Tensor, key: Tensor, value: Tensor) -> tupl
     modifier = problem.score.function if isinstance(problem.score, Modified) else None
     base = replace(problem, score=_base(problem.score))
     x, _, scale = lower(base, query, key, value)
+    # torch's kernel cannot be traced with views that have the negative bit.
+    x = LoweredTensors._make(None if tensor is None else tensor.resolve_neg() for tensor in x)
     softcap = base.score.softcap if isinstance(base.score, Dot) else None
     # Compiled for a CPU, torch's kernel has no log-sum-exp.
     wants = problem.lse or problem.grad or x.sink is not None
