@@ -174,7 +174,7 @@ def compare(case: Hostile, reach: Reach, ours: Computed, judged: Judged) -> None
 
 
 def looks(case: Hostile, reach: Reach, judged: Judged) -> None:
-    """Check statistics and pooled maps against the exact weights."""
+    """Check statistics, weights and pooled maps against the exact weights."""
     attend = rg.Attention(**case.call.description)
     query, key = (t.detach() for t in case.tensors()[:2])
     with torch.no_grad():
@@ -182,6 +182,10 @@ def looks(case: Hostile, reach: Reach, judged: Judged) -> None:
         expect_statistics(case, reach, judged, statistics)
         x, unit = judged.exact, Rounding(case.dtype)
         Q, K = x.at.shape[2:]
+        part = slice(None), slice(-1, None), slice(0, None, 2), slice(1, None, 3)
+        weights = attend.weights(query, key, **dict(zip(("heads", "rows", "columns"), part[1:], strict=True)))
+        exact, bound = judged.weights[part], unit.store(judged.weights, judged.weights_bound)[part]
+        within("weights", weights, exact, bound, reach.rows[part[:3]])
         if bool(reach.rows.all()) and Q and K:
             size = (min(Q, 5), min(K, 3))
             pooled, bound = (F.adaptive_avg_pool2d(t, size) for t in (judged.weights, judged.weights_bound))

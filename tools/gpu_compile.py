@@ -21,7 +21,7 @@ from typing import Any
 import torch
 
 import regard as rg
-from regard.engines.triton import launch, linear
+from regard.engines.triton import inspection, launch, linear
 from regard.engines.triton.attention import forward
 from regard.engines.triton.engine import prepare
 from regard.engines.triton.gradients import backward
@@ -149,6 +149,18 @@ def compile_linear(target: str, case: str, width: int, dtype: torch.dtype) -> li
     return [measure(target, kernel, first[kernel], case, width) for kernel in LINEAR_KERNELS]
 
 
+def compile_inspection(target: str, case: str, attend: rg.Attention, width: int, dtype: torch.dtype) -> list[Compiled]:
+    query, key = (torch.zeros(1, 2, N, width, dtype=dtype) for _ in range(2))
+    problem, every = attend.problem(query, key), torch.arange(N)
+    with compiled_for(target) as result, torch.no_grad():
+        inspection.statistics(problem, query, key, 4)
+        inspection.weights(problem, query, key, torch.arange(2), every, every)
+        inspection.pooled_weights(problem, query, key, (64, 64))
+    # The log-sum-exp of weights and maps comes from the kernel of the statistics too.
+    kernels = dict(reversed(result))
+    return [measure(target, kernel, kernels[kernel], case, width) for kernel in INSPECTION_KERNELS]
+
+
 def measure(target: str, kernel: str, compiled: Any, case: str, width: int) -> Compiled:
     if target.startswith("gfx"):
         code = compiled.asm["amdgcn"]
@@ -191,7 +203,8 @@ def faults(row: Compiled) -> list[str]:
     if row.spills and strict:
         result.append(f"spills {row.spills} bytes")
     by_pairs = row.kernel == "pairs_kernel" and row.case == "decay per channel"
-    if not row.tensor_cores and not by_pairs:
+    without_products = row.kernel in INSPECTION_KERNELS and row.case == "additive"
+    if not row.tensor_cores and not by_pairs and not without_products:
         result.append("uses no tensor cores")
     return result
 
@@ -206,6 +219,14 @@ LINEAR_KERNELS = {
     "walk_kernel": "forward",
     "walk_back_kernel": "backward",
     "linear_gradient_kernel": "gradients of a chunk",
+}
+
+
+INSPECTION_KERNELS = {
+    "statistics_kernel": "statistics",
+    "top_kernel": "largest weights",
+    "weights_kernel": "weights",
+    "pool_kernel": "map",
 }
 
 
@@ -233,6 +254,7 @@ def main() -> int:
     if os.environ.get("TRITON_INTERPRET"):
         raise SystemExit("unset TRITON_INTERPRET: the interpreter compiles nothing")
     rows: list[Compiled] = []
+    inspection_rows: list[Compiled] = []
     linear_rows: list[Compiled] = []
     failed = False
 
@@ -249,10 +271,12 @@ def main() -> int:
             for case, attend in cases(width).items():
                 if chosen.case in (None, case):
                     rows += report(compile_case(target, case, attend, width, torch.bfloat16))
+                    inspection_rows += report(compile_inspection(target, case, attend, width, torch.bfloat16))
             for case in LINEAR_CASES:
                 if chosen.case in (None, case):
                     linear_rows += report(compile_linear(target, case, width, torch.bfloat16))
     print(table(rows, KERNELS))
+    print(table(inspection_rows, INSPECTION_KERNELS))
     print(table(linear_rows, LINEAR_KERNELS))
     return 1 if failed else 0
 

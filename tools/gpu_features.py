@@ -17,7 +17,8 @@ import torch
 from torch import Tensor
 
 import regard as rg
-from regard.engines.triton import attention, launch
+from regard.engines.problem import Problem
+from regard.engines.triton import attention, inspection, launch
 from regard.engines.triton.attention import forward
 from regard.engines.triton.engine import prepare
 from regard.engines.triton.forward_mode import jvp
@@ -116,7 +117,7 @@ def compiling(target: str, parse: bool) -> Iterator[None]:
 
 
 def compile_feature(target: str, name: str, parse: bool) -> None:
-    """Compile forward, backward and forward mode."""
+    """Compile forward, backward, forward mode and inspection."""
     describe, (of_query, of_key), dtype = FEATURES[name]
     query, key, value = (torch.zeros(shape, dtype=dtype) for shape in (of_query, of_key, of_key))
     problem = rg.Attention(**describe()).problem(query, key, value, return_lse=True)
@@ -129,6 +130,7 @@ def compile_feature(target: str, name: str, parse: bool) -> None:
         forward(x, fixed, layout)
         backward(x, fixed, layout, (query, lse, mass), (query, lse, mass if fixed.sizes[1] else None), given)
         jvp(x, fixed, layout, list(x))
+        inspect_all(problem, query, key)
 
 
 def compile_recurrence(target: str, name: str, parse: bool) -> None:
@@ -137,6 +139,14 @@ def compile_recurrence(target: str, name: str, parse: bool) -> None:
     inputs = draw_recurrence(1 if tokens == 1 else H, tokens, d, e, kind, dtype, state=True)
     with compiling(target, parse):
         run_recurrence(inputs)
+
+
+def inspect_all(problem: Problem, query: Tensor, key: Tensor) -> None:
+    """Compile statistics, the largest weights, weights and a map."""
+    with torch.no_grad():
+        inspection.statistics(problem, query, key, 4, torch.tensor([0]))
+        inspection.weights(problem, query, key, torch.tensor([0]), torch.tensor([0]), torch.arange(key.shape[2]))
+        inspection.pooled_weights(problem, query, key, (8, 9))
 
 
 def main(arguments: list[str] | None = None) -> int:

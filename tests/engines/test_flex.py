@@ -21,6 +21,13 @@ DESCRIPTIONS = {
     "blocks per head": {"mask": rg.blocks(torch.rand(H, 9, 9) < 0.5, 4)},
     "dense": {"mask": torch.rand(N, N) < 0.5},
     "where": {"mask": rg.where(lambda b, h, p, j: (p + j + h) % 2 == 0)},
+    "varlen": {"mask": rg.varlen([0, 5, 5, 21, N], [0, 8, 20, 20, N], mask=rg.causal())},
+    "tree": {"mask": rg.tree([-1, 0, 0, 1, 1, 2, 4])},
+    "neighborhood": {"mask": rg.neighborhood((3, 11), (2, 3), (1, 2)), "offset": 0},
+    "selected": {"mask": rg.selected(torch.randint(-1, 7, (1, H, N, 2)), 5)},
+    "ranges": {"mask": rg.ranges([[0] * N, [4] * N], [[9] * N, [2] * N])},
+    "not": {"mask": ~(rg.dilated(3, 4) | rg.prefix([2, 9]))},
+    "random blocks": {"mask": rg.random_blocks(2, 7)},
     "alibi": {"bias": rg.alibi(H)},
     "t5 and a dense bias": {"bias": rg.t5(torch.randn(8, H)) + rg.dense_bias(torch.randn(N, N))},
     "relative": {"bias": rg.relative(torch.randn(9, H)), "temperature": 0.7},
@@ -61,6 +68,7 @@ def test_flex_reports_why_it_cannot_compute() -> None:
         rg.attention(q, k, v, engine="flex")
 
 
+OF_ONE_LENGTH = ("documents", "blocks per head", "dense", "varlen", "neighborhood", "selected", "ranges")
 MASKED = [name for name, description in DESCRIPTIONS.items() if "mask" in description]
 
 
@@ -69,7 +77,7 @@ MASKED = [name for name, description in DESCRIPTIONS.items() if "mask" in descri
 def test_the_block_mask_is_that_of_torch(name: str, length: int) -> None:
     from torch.nn.attention.flex_attention import create_block_mask
 
-    if length != N and name in ("documents", "blocks per head", "dense"):
+    if length != N and name in OF_ONE_LENGTH:
         pytest.skip("made for one length")
     description = {key: value for key, value in DESCRIPTIONS[name].items() if key in ("mask", "offset")}
     problem = rg.Attention(**description).problem(*torch.randn(3, 2, H, length, D))

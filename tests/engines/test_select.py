@@ -80,13 +80,22 @@ def test_inspection_uses_the_kernels_where_they_apply() -> None:
     attend = rg.Attention(bias=rg.alibi(2))
     in_torch = rg.engines.inspection
     rows, all_of = torch.tensor([0, 5]), torch.arange
-    assert select_inspection(attend.problem(q, k)) is native
-    assert select_inspection(attend.problem(q, k), (all_of(2), all_of(16), all_of(16))) is native
+    assert select_inspection(attend.problem(q, k)) is native.inspection
+    assert select_inspection(attend.problem(q, k), (all_of(2), all_of(16), all_of(16))) is native.inspection
     assert select_inspection(attend.problem(q, k), (all_of(2), rows, all_of(16))) is in_torch  # rows with a gap
     assert select_inspection(attend.problem(q.requires_grad_(), k), (all_of(2), all_of(16), all_of(16))) is in_torch
 
 
 GPU = torch.device("cuda", 0)
+
+
+def test_inspection_on_a_gpu_uses_its_kernels(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("regard.engines.triton.engine.why_not_on", lambda device: "")
+    q, k, _ = inputs()
+    problem = dataclasses.replace(rg.Attention(mask=rg.causal()).problem(q, k), device=GPU)
+    assert select_inspection(problem) is rg.engines.triton.inspection
+
+
 CHOICES = {
     "plain": ({}, 4, "sdpa"),
     "causal from the top left": ({"mask": rg.causal(), "offset": 0}, 4, "sdpa"),

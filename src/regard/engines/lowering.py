@@ -191,6 +191,14 @@ def lower(problem: Problem, query: Tensor, key: Tensor, value: Tensor) -> tuple[
     return LoweredTensors(query, key, value, diagonal, row_table, dense, sink, weight), shaw, scale
 
 
+def why_not_rows(problem: Problem, rows: Tensor) -> list[str]:
+    """Return reasons why `select_part` does not support these rows."""
+    has_gaps = bool((rows.unique().diff() > 1).any())
+    if not has_gaps or problem.bias is None or all(isinstance(part, DenseBias) for part in problem.bias.parts()):
+        return []
+    return ["biases of distance need contiguous rows"]
+
+
 def select_part(
     x: LoweredTensors, fixed: LoweredConstants, head: int | None, rows: Tensor
 ) -> tuple[LoweredTensors, LoweredConstants]:

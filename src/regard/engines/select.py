@@ -57,18 +57,18 @@ def select(problem: Problem, name: str | None = None) -> Engine:
 
 
 def select_inspection(problem: Problem, parts: Sequence[Tensor] | None = None) -> ModuleType:
-    """Return the module that inspects the weights of a problem: `native`, or `inspection` in torch.
+    """Return the module that inspects the weights of a problem: by kernels, or `inspection` in torch.
 
     parts: indices of the heads, rows and columns whose weights are requested, which may have to be differentiable.
     """
     outside = torch.compiler.is_compiling() or problem.in_transform or not problem.direct or not problem.softmax
-    if outside or native.why_not(problem):
+    if outside or (parts is not None and (problem.grad or problem.tangent or not all(map(len, parts)))):
         return inspection
-    if parts is None:
-        return inspection if native.why_avoid(problem) else native
-    rows = parts[1]
-    supported = not (problem.grad or problem.tangent) and all(map(len, parts)) and native.can_select_rows(problem, rows)
-    return native if supported and (len(rows) < problem.frame.Q or not native.why_avoid(problem)) else inspection
+    rows = None if parts is None else parts[1]
+    for kernels in (native.inspection, triton.inspection):
+        if not kernels.why_not(problem, rows):
+            return kernels
+    return inspection
 
 
 @contextmanager

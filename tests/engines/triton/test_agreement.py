@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+from collections.abc import Iterator
 from typing import Any
 
 import pytest
@@ -14,6 +15,7 @@ import regard as rg
 from regard.engines import triton
 from regard.engines.select import ENGINES
 from tests.engines.calls import normal
+from tests.engines.triton.selection import inspect_by_kernels
 from tests.hostile import check
 from tests.strategies import Call, Hostile, calls, hostile, sizes
 
@@ -22,6 +24,12 @@ pytestmark = pytest.mark.skipif(
 )
 EXAMPLES = int(os.environ.get("REGARD_TRITON_EXAMPLES", "0"))  # the interpreter takes about a second for a call
 DTYPES = [torch.float32, torch.bfloat16, torch.float16]
+
+
+@pytest.fixture(autouse=True, scope="module")
+def called() -> Iterator[list[str]]:
+    with inspect_by_kernels() as names:  # `check` inspects every call
+        yield names
 
 
 def plain(call: Call, dtype: torch.dtype) -> Hostile:

@@ -9,7 +9,7 @@ from regard.engines.native.binding import (
     why_missing,
 )
 from regard.engines.native.engine import ENGINE, find_packed_call, gradients, run_quantized, why_avoid, why_not
-from regard.engines.native.inspection import can_select_rows, pooled_weights, statistics, weights
+from regard.engines.native.inspection import pooled_weights, statistics, weights
 from regard.engines.native.linear import linear_backward, linear_forward, multiply, panel_rows
 from regard.engines.native.packed_call import PackedCall
 from regard.engines.native.recurrence import recurrence_backward, recurrence_forward
@@ -34,7 +34,6 @@ __all__ = [
     "rounds_inputs",
     "run_quantized",
     "statistics",
-    "can_select_rows",
     "weights",
     "why_not",
     "why_avoid",

@@ -7,13 +7,20 @@ from dataclasses import replace
 import torch
 from torch import Tensor
 
-from regard.engines.lowering import select_part
+from regard.engines.lowering import select_part, why_not_rows
 from regard.engines.mask_layout import layout_for_rows
+from regard.engines.native import engine
 from regard.engines.native.attention import pack_problem
 from regard.engines.native.binding import COLUMNS, POOL, STATISTICS, call, row_fields, tensor_fields
 from regard.engines.native.engine import prepare
 from regard.engines.problem import Problem
-from regard.positions.biases import DenseBias
+
+
+def why_not(problem: Problem, rows: Tensor | None = None) -> list[str]:
+    """Return reasons against inspecting a problem by the kernels, or some of its rows."""
+    whole = rows is None or len(rows) >= problem.frame.Q
+    reasons = engine.why_not(problem) + (engine.why_avoid(problem) if whole else [])
+    return reasons + ([] if rows is None else why_not_rows(problem, rows))
 
 
 def weights(problem: Problem, query: Tensor, key: Tensor, heads: Tensor, rows: Tensor, columns: Tensor) -> Tensor:
@@ -40,12 +47,6 @@ def weights(problem: Problem, query: Tensor, key: Tensor, heads: Tensor, rows: T
         if not torch.equal(requested, (unique_rows, unique_columns)[axis - 2]):
             result = result.index_select(axis, at)
     return result.to(problem.dtype)
-
-
-def can_select_rows(problem: Problem, rows: Tensor) -> bool:
-    """Whether `weights` supports these rows: biases of distance need contiguous rows."""
-    has_gaps = bool((rows.unique().diff() > 1).any())
-    return not has_gaps or problem.bias is None or all(isinstance(part, DenseBias) for part in problem.bias.parts())
 
 
 def pooled_weights(problem: Problem, query: Tensor, key: Tensor, size: tuple[int, int]) -> Tensor:

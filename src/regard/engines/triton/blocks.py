@@ -45,6 +45,14 @@ DECODE = {
     "gfx9": (Blocks(DECODE_ROWS, 64, 4, 1), Blocks(DECODE_ROWS, 64, 4, 1), Blocks(DECODE_ROWS, 32, 4, 1)),
     "interpreter": (Blocks(DECODE_ROWS, 64, 4, 1),) * 3,
 }
+# Statistics, weights and maps: queries and keys without values.
+INSPECTION = {
+    "sm_80": (Blocks(64, 64, 4, 2), Blocks(64, 64, 8, 2), Blocks(64, 32, 8, 2)),
+    "sm_90": (Blocks(64, 64, 4, 2), Blocks(64, 64, 8, 2), Blocks(64, 64, 8, 2)),
+    "sm_100": (Blocks(64, 64, 4, 2), Blocks(64, 64, 8, 2), Blocks(64, 64, 8, 2)),
+    "gfx9": (Blocks(64, 64, 4, 1), Blocks(64, 64, 8, 1), Blocks(64, 32, 8, 1)),
+    "interpreter": (Blocks(32, 64, 4, 1),) * 3,
+}
 # Without tensor cores: products in float32 unless tf32 is allowed, and the additive score.
 SINGLE, ADDITIVE_BACKWARD = Blocks(32, 32, 4, 2), Blocks(32, 16, 4, 2)
 

@@ -7,29 +7,15 @@ import triton.language as tl
 
 from regard.engines.triton.kernels.backward import load_output_gradient, load_row_numbers, weights_and_gradients
 from regard.engines.triton.kernels.entries import (
-    TILE,
     additive_products,
     dropout_rows,
+    find_bits,
     load_edges,
     load_key,
     load_query,
     load_value,
     multiply,
 )
-
-
-@triton.jit
-def find_bits(x, b, h, row, key):
-    """Return the index of the bits of the tile with this row and this key: -1 if it is full, -2 if it is empty."""
-    result = tl.full([], -1, tl.int64)
-    if x.pointer is not None:
-        result = tl.full([], -2, tl.int64)
-        line = b * x.table_strides[0] + h * x.table_strides[1] + row // TILE
-        for n in range(tl.load(x.pointer + line), tl.load(x.pointer + line + 1)):
-            past, index = key // TILE - tl.load(x.first + n), tl.load(x.bits_index + n)
-            if (past >= 0) and (key // TILE < tl.load(x.last + n)):
-                result = tl.where(index < 0, -1, index + past)
-    return result
 
 
 @triton.jit

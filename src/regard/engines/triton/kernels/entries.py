@@ -145,6 +145,20 @@ def load_edges(x, b, h, i):
 
 
 @triton.jit
+def find_bits(x, b, h, row, key):
+    """Return the index of the bits of the tile with this row and this key: -1 if it is full, -2 if it is empty."""
+    result = tl.full([], -1, tl.int64)
+    if x.pointer is not None:
+        result = tl.full([], -2, tl.int64)
+        line = b * x.table_strides[0] + h * x.table_strides[1] + row // TILE
+        for n in range(tl.load(x.pointer + line), tl.load(x.pointer + line + 1)):
+            past, index = key // TILE - tl.load(x.first + n), tl.load(x.bits_index + n)
+            if (past >= 0) and (key // TILE < tl.load(x.last + n)):
+                result = tl.where(index < 0, -1, index + past)
+    return result
+
+
+@triton.jit
 def visibility(x, i, j, edges, bits):
     """Which entries are visible. `bits` is the index of a tile's bits: -1 where it is full, -2 where it is empty."""
     visible = (i < x.queries) & (j < x.keys)
@@ -210,6 +224,12 @@ def walk_part(x, step: tl.constexpr, state, rows, b, h, row, least, most, sizes)
 @triton.jit
 def program_row(x, BM: tl.constexpr):
     """The block of rows, the head and the batch row of a program."""
-    program, blocks = tl.program_id(0), tl.cdiv(x.queries, BM)
+    return split_row(x, tl.program_id(0), BM)
+
+
+@triton.jit
+def split_row(x, program, BM: tl.constexpr):
+    """Split the number of a program into a block of rows, a head and a batch row."""
+    blocks = tl.cdiv(x.queries, BM)
     head = program // blocks
     return (program % blocks) * BM, (head % x.heads).to(tl.int64), (head // x.heads).to(tl.int64)
