@@ -188,6 +188,26 @@ def test_gradients_of_a_training_step_are_those_of_eager(name: str) -> None:
         torch.testing.assert_close(ours[key], theirs[key], atol=1e-4 * max(scale, 1e-2), rtol=1e-3, msg=key)
 
 
+def test_checkpointed_layers_are_computed_again_without_weights() -> None:
+    """The layers of Llama 4 do not say whether they return weights; the model collects them, in forward only."""
+    config = hf.Llama4TextConfig(
+        vocab_size=99, hidden_size=32, num_hidden_layers=2, num_attention_heads=4, num_key_value_heads=2, head_dim=8,
+        intermediate_size=48, intermediate_size_mlp=48, num_local_experts=2, attention_chunk_size=4,
+    )  # fmt: skip
+    torch.manual_seed(0)
+    model = hf.Llama4ForCausalLM._from_config(config, attn_implementation="regard").train()
+    ids, weight, grads = torch.randint(99, (2, 11)), model.model.layers[0].self_attn.q_proj.weight, []
+    for again in (False, True):
+        if again:
+            model.gradient_checkpointing_enable({"use_reentrant": False})
+        weight.grad = None
+        model(ids, use_cache=False).logits.square().sum().backward()
+        grads.append(weight.grad.clone())
+    assert torch.equal(*grads)
+    with torch.no_grad():
+        assert len(model(ids, output_attentions=True).attentions) == 2
+
+
 @pytest.mark.parametrize("reentrant", [False, True])
 def test_checkpointed_layers_give_the_same_gradients(reentrant: bool) -> None:
     model, inputs = build("llama")

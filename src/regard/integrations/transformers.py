@@ -16,7 +16,7 @@ import sys
 from collections.abc import Callable
 from functools import cache, wraps
 from typing import Any
-from weakref import WeakSet
+from weakref import WeakKeyDictionary, WeakSet
 
 import torch
 from torch import Tensor, nn
@@ -39,6 +39,7 @@ __all__ = ["Coverage", "attend", "coverage", "enable", "build_mask"]
 _log = logging.get_logger(__name__)
 _TOP_LEFT = Pattern(causal(), offset=0)
 _REQUESTED: WeakSet[PreTrainedModel] = WeakSet()  # models for which regard was requested
+_RETURNED_WEIGHTS: WeakKeyDictionary[nn.Module, bool] = WeakKeyDictionary()  # of the last forward call of each module
 
 
 def enable() -> None:
@@ -270,7 +271,18 @@ def _paged_pattern(kwargs: dict[str, Any], attention_mask: Any) -> Pattern:
 
 
 def _wants_weights(module: nn.Module, kwargs: dict[str, Any]) -> bool:
-    """Whether the model returns the weights."""
+    """Whether the model returns the weights; if backward computes the module again, whether it did in forward.
+
+    Checkpointed layers are computed again outside of the collector, and must do the same.
+    """
+    if torch.compiler.is_compiling():
+        return _returns_weights(module, kwargs)
+    if torch._C._current_graph_task_id() < 0:
+        _RETURNED_WEIGHTS[module] = _returns_weights(module, kwargs)
+    return _RETURNED_WEIGHTS.get(module, False)
+
+
+def _returns_weights(module: Any, kwargs: dict[str, Any]) -> bool:
     requested, collected = kwargs.get("output_attentions"), _active_collector.get()
     if requested or (collected is not None and any("attentions" in name for name in collected)):
         return True
