@@ -14,6 +14,7 @@ import torch
 import transformers
 
 import regard as rg
+from regard.models.checkpoints.families import FAMILIES
 from tests.models import transformers_models as t
 from tests.models.tiny_configs import CASES
 
@@ -215,6 +216,10 @@ EDITS: list[tuple[str, dict[str, Any]]] = [
     ("qwen3-next", {"partial_rotary_factor": None, "rope_parameters": None}),
     ("qwen3-next", {"partial_rotary_factor": 1.0}),
     ("deepseek-v3", {"norm_topk_prob": None, "rope_interleave": None}),
+    ("gpt2", {"num_attention_heads": 8}),
+    ("distilbert", {"num_attention_heads": 2}),
+    ("m2m100", {"num_attention_heads": 8}),
+    ("whisper", {"num_key_value_heads": 2, "decoder_attention_heads": 2}),
 ]  # fmt: skip
 """Values that transformers reads from config.json but does not write."""
 
@@ -230,6 +235,28 @@ def test_an_edited_file_is_followed_or_refused(name: str, edits: dict[str, Any],
     kind = getattr(transformers, CASES[name].architecture)
     model = kind.from_pretrained(tmp_path, attn_implementation="eager").eval()
     assert check(name, model, tmp_path) is None
+
+
+@pytest.mark.parametrize("name", t.FIRST.values())
+def test_every_alias_of_transformers_is_known(name: str) -> None:
+    family = next(family for family in FAMILIES if CASES[name].architecture in family.architectures)
+    names = getattr(transformers, CASES[name].architecture).config_class.attribute_map
+    unused = {"num_mtp_layers"}  # a layer that predicts further tokens
+    assert {alias: name for alias, name in names.items() if alias not in unused} == family.aliases
+
+
+def test_an_alias_is_read_but_must_not_differ(tmp_path: Path) -> None:
+    file = t.save_their_model("gpt2", tmp_path) / "config.json"
+    values = json.loads(file.read_text())
+    values["num_attention_heads"] = values.pop("n_head")
+    file.write_text(json.dumps(values))
+    model = rg.load(tmp_path)
+    assert model.config.heads == 4
+    rg.save(model, tmp_path / "saved")
+    assert "num_attention_heads" not in json.loads((tmp_path / "saved" / "config.json").read_text())
+    file.write_text(json.dumps(values | {"n_head": 8}))
+    with pytest.raises(ValueError, match="num_attention_heads = 4 must equal n_head = 8"):
+        rg.load(tmp_path)
 
 
 def test_configurations_per_layer_are_refused(tmp_path: Path) -> None:

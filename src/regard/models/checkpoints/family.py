@@ -132,6 +132,7 @@ class Family:
     read, write: compute the values that depend on several values of the other side.
     types: types of the values that `read` uses, by name; null is allowed. Values of `fields` are checked against ours.
     generation_types: types of the values that take precedence over config.json if generation_config.json has them.
+    aliases: other names that transformers accepts, {alias: name}. A file may have both if the values are equal.
     dropped: names of theirs that are not kept on saving, because `write` may set another name for the same thing.
     generation: values for generation_config.json. absent: values for names without counterpart, used if the checkpoint
         that a model came from does not have them.
@@ -148,6 +149,7 @@ class Family:
     write: Callable[[Any], Values] = no_values
     types: Mapping[str, Any] = field(default_factory=dict)
     generation_types: Mapping[str, Any] = field(default_factory=dict)
+    aliases: Mapping[str, str] = field(default_factory=dict)
     dropped: tuple[str, ...] = ()
     generation: Callable[[Any], Values] = no_values
     absent: Callable[[Any], Values] = no_values
@@ -159,6 +161,7 @@ class Family:
 
     def config_of(self, theirs: Values) -> Any:
         """Convert their configuration to ours; raise if something is not supported."""
+        theirs = self._without_aliases(theirs)
         check_types(theirs, COMMON | dict(self.types) | dict(self.generation_types))
         if theirs.get("per_layer_config"):
             raise ValueError("per_layer_config is not supported: all layers must have the same configuration")
@@ -188,6 +191,20 @@ class Family:
             )
         check_config(config, {entry.ours: entry.theirs for entry in self.fields})
         return canonical(config)
+
+    def _without_aliases(self, theirs: Values) -> Values:
+        """Replace aliases by the names that they stand for; raise if their values differ."""
+        values = dict(theirs)
+        for alias, name in self.aliases.items():
+            value = values.pop(alias, None)
+            if values.get(name) is None:
+                values[name] = value
+            elif value not in (None, values[name]):
+                raise ValueError(
+                    f"{alias} = {short_repr(value)} must equal {name} = {short_repr(values[name])}: both are the same "
+                    "value; remove the wrong one from config.json"
+                )
+        return values
 
     def values_of(self, config: Any) -> Values:
         """Convert our configuration to theirs."""

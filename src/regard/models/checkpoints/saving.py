@@ -117,7 +117,7 @@ def _generation_json(family: Family, model: nn.Module, origin: dict[str, Any]) -
 def _config_values(family: Family, name: str, model: nn.Module, origin: dict[str, Any]) -> dict[str, Any]:
     """Return their configuration: our values, plus those of the origin that have no counterpart."""
     kept = dict(origin) if origin.get("model_type") == family.model_type else {}
-    for name_to_drop in ("torch_dtype", *family.dropped):
+    for name_to_drop in ("torch_dtype", *family.dropped, *family.aliases):
         kept.pop(name_to_drop, None)
     config_json = family.values_of(model.config)
     for entry in family.fields:  # of equivalent values, keep the original one

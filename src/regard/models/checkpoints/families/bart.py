@@ -10,6 +10,7 @@ from torch import Tensor
 from regard.models.checkpoints.families.translation import (
     GENERATION_TYPES,
     PAIR,
+    PAIR_ALIASES,
     first_tokens,
     generation_values,
     start_token,
@@ -124,6 +125,7 @@ def bart(model_type: str, title: str, name: str, names: str, *, fixed: Values, s
         types={"scale_embedding": bool},
         generation_types=GENERATION_TYPES,
         write=write_bart,
+        aliases=PAIR_ALIASES,
         dropped=("bad_words_ids", "forced_bos_token_id"),
         generation=generation_values,
         absent=lambda config: {"pad_token_id": 1, "bos_token_id": 0, "forced_eos_token_id": None},

@@ -160,6 +160,7 @@ DEEPSEEK_V2 = Family(
     read=read_v2,
     types=TYPES,
     write=write_v2,
+    aliases={"num_experts": "n_routed_experts"},
     dropped=(*rope.NAMES, "head_dim", "qk_head_dim"),
 )  # fmt: skip
 DEEPSEEK_V3 = Family(
@@ -173,6 +174,7 @@ DEEPSEEK_V3 = Family(
     read=read_v3,
     types=TYPES,
     write=write_v3,
+    aliases={"num_local_experts": "n_routed_experts"},
     dropped=(*rope.NAMES, "head_dim", "qk_head_dim"),
 )
 

@@ -67,6 +67,7 @@ GPT_OSS = Family(
     read=read_gpt_oss,
     types=rope.TYPES | WINDOW_TYPES,
     write=write_gpt_oss,
+    aliases={"num_experts": "num_local_experts"},
     dropped=rope.NAMES,
 )
 

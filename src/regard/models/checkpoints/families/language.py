@@ -83,6 +83,12 @@ GPT2 = Family(
     },
     read=gpt2_hidden,
     types={"n_inner": int},
+    aliases={
+        "hidden_size": "n_embd",
+        "max_position_embeddings": "n_positions",
+        "num_attention_heads": "n_head",
+        "num_hidden_layers": "n_layer",
+    },
     write=lambda config: {"n_inner": config.d_hidden, "embd_pdrop": config.dropout},
 )
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from regard.models.checkpoints.families.translation import CROSS, LAYERS, start_token, stop_token
+from regard.models.checkpoints.families.translation import CROSS, LAYERS, PAIR_ALIASES, start_token, stop_token
 from regard.models.checkpoints.family import (
     Architecture,
     Family,
@@ -124,6 +124,7 @@ WHISPER = Family(
     read=read_whisper,
     generation_types=WHISPER_TYPES,
     write=write_whisper,
+    aliases=PAIR_ALIASES | {"num_key_value_heads": "encoder_attention_heads"},
     dropped=("suppress_tokens", "begin_suppress_tokens", "forced_decoder_ids"),
     generation=generation_values,
     absent=lambda config: {"pad_token_id": config.stop, "bos_token_id": config.stop},

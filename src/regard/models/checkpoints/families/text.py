@@ -234,6 +234,7 @@ DISTILBERT = Family(
     fixed={"segments": 0, "head_activation": "relu", "eps": 1e-12},
     only={"tie_word_embeddings": (True,)},
     read=lambda theirs: {"classes": classes(theirs)},
+    aliases={"hidden_size": "dim", "num_attention_heads": "n_heads", "num_hidden_layers": "n_layers"},
     write=labels,
 )
 

@@ -195,6 +195,12 @@ def t5(model_type: str, title: str, name: str, *, forward: str, scales: bool) ->
         types={"feed_forward_proj": str, "scale_decoder_outputs": bool, "dense_act_fn": str, "is_gated_act": bool},
         generation_types=GENERATION_TYPES,
         write=write,
+        aliases={
+            "hidden_size": "d_model",
+            "num_attention_heads": "num_heads",
+            "num_hidden_layers": "num_layers",
+            "head_dim": "d_kv",
+        },
         dropped=("dense_act_fn", "is_gated_act", "bad_words_ids", "forced_bos_token_id"),
         generation=generation_values,
     )
@@ -215,6 +221,9 @@ CROSS = """
 """
 PAIR = LAYERS.format(side="encoder") + LAYERS.format(side="decoder") + CROSS
 """The layers of an encoder and a decoder as named in Marian and DETR."""
+PAIR_ALIASES = {
+    "hidden_size": "d_model", "num_attention_heads": "encoder_attention_heads", "num_hidden_layers": "encoder_layers",
+}  # fmt: skip
 
 
 def marian_names(config: TransformerConfig) -> tuple[Rule, ...]:
@@ -299,6 +308,7 @@ MARIAN = Family(
     types={"scale_embedding": bool, "share_encoder_decoder_embeddings": bool, "decoder_vocab_size": int},
     generation_types=GENERATION_TYPES,
     write=write_marian,
+    aliases=PAIR_ALIASES,
     dropped=("bad_words_ids", "forced_bos_token_id"),
     generation=generation_values,
     absent=lambda config: {"pad_token_id": config.start},

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from regard.models.checkpoints.families.translation import PAIR
+from regard.models.checkpoints.families.translation import PAIR, PAIR_ALIASES
 from regard.models.checkpoints.family import (
     Architecture,
     Family,
@@ -232,6 +232,7 @@ DETR = Family(
         "backbone_kwargs": dict[str, Any],
     },
     write=write_detr,
+    aliases=PAIR_ALIASES,
     dropped=("backbone", "backbone_kwargs"),
 )
 
