@@ -8,7 +8,7 @@ import os
 import shutil
 import stat
 import uuid
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -134,10 +134,10 @@ class Unwritable(OSError):
         return f"{self.filename}: {self.strerror}"
 
 
-def check_writable(path: Path, *, parents: bool = False) -> None:
+def check_writable(path: Path, *, parents: bool = False, suffixes: Sequence[str] = ()) -> None:
     """Raise unless this file can be written; call it before long work whose result is written there.
 
-    parents: missing folders will be created.
+    parents: missing folders will be created. suffixes: of the formats that can be written; empty if any name will do.
     """
     above = path.absolute().parents
     folder = next(each for each in above if each.exists()) if parents else above[0]
@@ -145,6 +145,9 @@ def check_writable(path: Path, *, parents: bool = False) -> None:
         raise Unwritable(errno.EISDIR, "is a folder; pass the name of a file", str(path))
     if path.exists() and not path.is_file():
         raise Unwritable(errno.EINVAL, "is not a regular file; choose another name", str(path))
+    if suffixes and path.suffix.lower() not in suffixes:
+        advice = f"is not written in this format; name the file {path.stem}{f' or {path.stem}'.join(suffixes)}"
+        raise Unwritable(errno.EINVAL, advice, str(path))
     if not folder.is_dir():
         raise Unwritable(errno.ENOTDIR, f"there is no folder {folder}", str(path))
     probe = folder / f".{uuid.uuid4().hex}.part"

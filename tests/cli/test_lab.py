@@ -56,6 +56,9 @@ def test_a_page_and_a_notebook_are_written(regard: Command, tmp_path: Path) -> N
         (["variance", "--lang", "fr"], "--lang must be en or zh, but is 'fr'"),
         (["variance", "-o", "none/lab.html"], "none/lab.html: there is no folder"),
         (["variance", "-o", "."], "is a folder"),
+        (["variance", "-o", "lab.pdf"], "name the file lab.html"),
+        (["variance", "--notebook", "lab.py"], "name the file lab.ipynb"),
+        (["--calculator", "-o", "calculator.png"], "name the file calculator.html"),
     ],
 )
 def test_a_user_error_is_raised_before_measuring(

@@ -42,6 +42,7 @@ def test_user_errors_are_one_line(tmp_path: Path, regard: Command) -> None:
     for words, message in (
         (("view", run.folder, "no hidden word"), "expected <mask>"),
         (("view", run.folder, "the <mask> cat", "-o", tmp_path / "no" / "page.html"), "there is no folder"),
+        (("view", run.folder, "the <mask> cat", "-o", tmp_path / "page.png"), "name the file page.html"),
         (("view", run.folder, "the <mask> cat", "--lang", "xx"), "--lang must be en or zh"),
         (("view", tmp_path / "nowhere", "text"), "no such run"),
     ):

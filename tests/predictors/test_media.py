@@ -168,6 +168,9 @@ def test_whisper_transcribes_in_windows(tmp_path: Path, sound: Path) -> None:
     soundfile.write(tmp_path / "long.wav", np.tile(wave.numpy(), 5), 16000, subtype="FLOAT")  # 1.25 s: three windows
     parts = predict(predictor, tmp_path / "long.wav").more["segments"]
     assert [(part["start"], part["end"]) for part in parts] == [(0, 0.5), (0.5, 1.0), (1.0, 1.25)]
+    pieces: list[str] = []
+    predictor.stream(Row("here", (str(tmp_path / "long.wav"),)), BadRows(), pieces.append)
+    assert "".join(pieces) == " ".join(part["text"] for part in parts)
     with pytest.raises(UserError, match="has no timestamps"):
         predict(predictor, sound, timestamps=True)
     with pytest.raises(UserError, match="language='fr' is not supported"):

@@ -295,7 +295,7 @@ def test_the_command_writes_a_diagram(tmp_path: Path, regard: Command) -> None:
     assert "交叉注意力" in (tmp_path / "out.html").read_text("utf-8")
     for extra, message in (
         (("text", "--diagram"), "leave out the input"),
-        (("--diagram", "-o", tmp_path / "out.png"), "writes .html or .svg"),
+        (("--diagram", "-o", tmp_path / "out.png"), "name the file out.html or out.svg"),
         ((), "give an input"),
     ):
         done = regard("view", "en-fr", *extra)

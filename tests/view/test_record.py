@@ -172,6 +172,8 @@ def test_the_page_is_written_atomically(tmp_path, monkeypatch: pytest.MonkeyPatc
     assert record.save(path) == path
     before = path.read_text()
     assert before.startswith("<!doctype html>")
+    with pytest.raises(OSError, match=r"name the file page\.html"):
+        record.save(tmp_path / "page.png")
     monkeypatch.setattr("os.replace", lambda *_: (_ for _ in ()).throw(OSError("no room")))
     with pytest.raises(OSError, match="no room"):
         record.save(path)

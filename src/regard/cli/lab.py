@@ -44,5 +44,5 @@ def write_calculator(names: list[str], out: Path) -> None:
 
     if names:
         raise UserError(f"--calculator measures no claim; leave out {names[0]!r}")
-    check_writable(out)
+    check_writable(out, suffixes=[".html"])
     print_message(str(write_text_atomically(out, calculator())))

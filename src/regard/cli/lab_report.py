@@ -35,9 +35,9 @@ class LabRequest:
         claims = select_claims(names)
         if out is None and not names:
             out = Path("lab.html")
-        for path in (out, notebook):
+        for path, suffix in ((out, ".html"), (notebook, ".ipynb")):
             if path is not None:
-                check_writable(path)
+                check_writable(path, suffixes=[suffix])
         needs = {"matplotlib", "jinja2", "latex2mathml", "pygments"} if out else set()
         needs |= {"matplotlib", "nbformat"} if notebook else set()
         if missing := sorted(name for name in needs if find_spec(name) is None):

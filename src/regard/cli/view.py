@@ -20,7 +20,7 @@ def view(name: str, text: str | None, out: Path, context: Path | None, lang: str
     _check_lang(lang)
     if text is None:
         raise UserError(f'give an input: regard view {name} "a text"; or --diagram for the architecture of the model')
-    check_writable(out)
+    check_writable(out, suffixes=[".html"])
     record = make_capture(open_model(name))(with_context(Row("the text", (text,)), context).values[0])
     record.save(out, lang)
     if as_json:
@@ -39,9 +39,7 @@ def view_diagram(name: str, text: str | None, out: Path, context: Path | None, l
     _check_lang(lang)
     if text is not None or context is not None:
         raise UserError("--diagram draws the architecture, which depends on no input; leave out the input")
-    if out.suffix.lower() not in (".html", ".svg"):
-        raise UserError(f"{out}: --diagram writes .html or .svg; choose one of these suffixes")
-    check_writable(out)
+    check_writable(out, suffixes=[".html", ".svg"])
     from regard.view.diagrams import save_diagram
 
     model = open_model(name).model

@@ -55,10 +55,14 @@ class SpeechPredictor(Predictor):
         raise NotImplementedError
 
     def stream(self, row: Row, bad: BadRows, emit: Callable[[str], object]) -> None:
-        def emit_part(part: SpokenText) -> None:
-            emit(f"[{_clock(part.start)} - {_clock(part.end)}] {part.text}\n" if timestamps else f"{part.text} ")
+        separator = ""
 
-        wave, timestamps = load_waveform(row, bad), self.options.timestamps
+        def emit_part(part: SpokenText) -> None:
+            nonlocal separator
+            emit(separator + self._line(part))
+            separator = "\n" if self.options.timestamps else " "
+
+        wave = load_waveform(row, bad)
         if wave is not None:
             self.transcribe(torch.from_numpy(wave), emit_part)
 
@@ -72,10 +76,13 @@ class SpeechPredictor(Predictor):
             factor = (time.perf_counter() - started) / seconds
             more = {"seconds": seconds, "real_time_factor": factor} | details
             more["segments"] = [part._asdict() for part in parts]
-            output = " ".join(part.text for part in parts)
-            if self.options.timestamps:
-                output = "\n".join(f"[{_clock(part.start)} - {_clock(part.end)}] {part.text}" for part in parts)
+            output = ("\n" if self.options.timestamps else " ").join(map(self._line, parts))
             yield Prediction(row.values[0], output, None, more, f"{factor:.3f} x real time", place=row.place)
+
+    def _line(self, part: SpokenText) -> str:
+        """Return the text of a part, after its times if they are requested."""
+        times = f"[{_clock(part.start)} - {_clock(part.end)}] " if self.options.timestamps else ""
+        return times + part.text
 
     def write_file(self, prediction: Prediction, suffix: str) -> bytes:
         """Return the transcript as subtitles in the format SubRip."""

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from regard.arguments import Index
 from regard.engines.inspection import Statistics
-from regard.files import write_text_atomically
+from regard.files import check_writable, write_text_atomically
 from regard.view.captured_attention import CapturedAttention, Kind, Window
 
 if TYPE_CHECKING:
@@ -401,7 +401,8 @@ class Record:
         return page(self.document, lang)
 
     def save(self, path: str | Path, lang: str = "en") -> Path:
-        """Write the page atomically, and return its path."""
+        """Write the page to an .html file atomically, and return its path."""
+        check_writable(Path(path), suffixes=[".html"])
         return write_text_atomically(Path(path), self.html(lang))
 
     def precompute(self) -> Record:
