@@ -91,17 +91,13 @@ def _options(warps: int) -> dict[str, Any]:
     return {"num_warps": warps, "num_stages": 1, "enable_fp_fusion": True}
 
 
-# For widths of queries and keys up to 64, up to 128 and up to 256.
-_LARGE, _AMD = RecurrenceBlocks(32, 32, 8, 64, 4), RecurrenceBlocks(32, 32, 4, 64, 4)
-RECURRENCE = {
-    "sm_80": (RecurrenceBlocks(64, 32, 4, 64, 8), RecurrenceBlocks(32, 32, 4, 64, 4), _LARGE),
-    "sm_90": (RecurrenceBlocks(64, 32, 4, 64, 8), RecurrenceBlocks(64, 32, 8, 64, 8), _LARGE),
-    "sm_100": (RecurrenceBlocks(64, 32, 4, 64, 8), RecurrenceBlocks(64, 32, 8, 64, 8), _LARGE),
-    "gfx9": (
-        RecurrenceBlocks(32, 32, 4, 64, 4),
-        RecurrenceBlocks(32, 32, 4, 64, 4),
-        RecurrenceBlocks(32, 16, 4, 32, 4),
-    ),
+# For widths of queries and keys up to 64, up to 128 and up to 256, chosen as above.
+_WIDE = RecurrenceBlocks(32, 16, 8, 64, 4)
+RECURRENCE: dict[str, tuple[RecurrenceBlocks, ...]] = {
+    "sm_80": (RecurrenceBlocks(32, 32, 4, 64, 8), RecurrenceBlocks(32, 16, 4, 64, 8), _WIDE._replace(chunk_warps=8)),
+    "sm_90": (RecurrenceBlocks(64, 32, 4, 64, 8), _WIDE, _WIDE),
+    "sm_100": (RecurrenceBlocks(64, 32, 4, 64, 8), _WIDE, _WIDE),
+    "gfx9": (RecurrenceBlocks(32, 32, 4, 64, 4),) * 2 + (RecurrenceBlocks(32, 16, 4, 32, 4),),
     "interpreter": (RecurrenceBlocks(16, 32, 4, 32, 4),) * 3,
 }
 FEW_TOKENS = 16
