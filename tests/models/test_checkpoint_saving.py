@@ -105,3 +105,13 @@ def test_configuration_values_without_counterpart_are_kept(tmp_path: Path) -> No
     config = json.loads((tmp_path / "again" / "config.json").read_text())
     assert config["id2label"]["4"] == "kind 4"
     assert config["classifier_dropout"] == 0.3
+
+
+def test_a_value_that_generation_config_replaced_is_not_kept(tmp_path: Path) -> None:
+    t.save_their_model("t5", tmp_path)
+    edit(tmp_path, eos_token_id=[1, 2])  # not supported, but generation_config.json takes precedence
+    model = rg.load(tmp_path)
+    assert model.config.stop == 1
+    rg.save(model, tmp_path / "again")
+    assert json.loads((tmp_path / "again" / "config.json").read_text())["eos_token_id"] == 1
+    assert rg.load(tmp_path / "again").config == model.config

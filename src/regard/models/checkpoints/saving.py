@@ -121,6 +121,8 @@ def _config_values(family: Family, name: str, model: nn.Module, origin: dict[str
         kept.pop(name_to_drop, None)
     config_json = family.values_of(model.config)
     for entry in family.fields:  # of equivalent values, keep the original one
+        if entry.theirs in family.generation_types:  # generation_config.json may have replaced it
+            continue
         original = kept.get(entry.theirs)
         if original is not None and entry.read(original) == entry.read(config_json[entry.theirs]):
             config_json[entry.theirs] = original
